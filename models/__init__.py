@@ -1,0 +1,1 @@
+"""Building blocks, attention blocks and the detection model."""
