@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from models.gains import AttentionGain
     from models.yolo import DetectionModel
     from utils.sources import Frame
 
@@ -111,6 +112,18 @@ class ResultWriter:
                 self._write_media(frame, rows)
         except OSError as error:
             raise UserError(f"{error.filename or self.folder}: cannot be written ({error.strerror})") from None
+
+    def write_attention(self, frame: Frame, gains: Sequence[AttentionGain]) -> None:
+        """Draws the gain of every attention block on one frame, below `attention`."""
+        from utils.plots import plot_attention
+
+        rows = [
+            (f"layer {gain.name.removeprefix('model.')}, {gain.block}", gain.channel, gain.spatial) for gain in gains
+        ]
+        file = self.folder / "attention" / f"{frame.result_stem}.png"
+        file.parent.mkdir(exist_ok=True)
+        # the network sees red first; pictures are written blue first
+        plot_attention(frame.network.transpose(1, 2, 0)[..., ::-1].copy(), rows, file)
 
     def _write_labels(self, frame: Frame, rows: list[tuple]) -> None:
         height, width = frame.image.shape[:2]
@@ -231,7 +244,8 @@ def _network_size(imgsz: tuple[int, ...], stride: int) -> tuple[int, int]:
 def _summary(detections: torch.Tensor, names: Sequence[str]) -> str:
     """`4 persons, 1 bus`: how many of each class, by class number."""
     counts = sorted(Counter(detections[:, 5].int().tolist()).items())
-    return ", ".join(f"{n} {names[c]}{'s' if n > 1 else ''}" for c, n in counts) or "(no detections)"
+    plural = {c: "s" if n > 1 and not names[c].endswith("s") else "" for c, n in counts}
+    return ", ".join(f"{n} {names[c]}{plural[c]}" for c, n in counts) or "(no detections)"
 
 
 def detect(options: DetectOptions) -> list[FrameResult]:
@@ -241,6 +255,7 @@ def detect(options: DetectOptions) -> list[FrameResult]:
     """
     import torch
 
+    from models.gains import attention_modules, recorded_gains
     from models.yolo import load_model
     from utils.boxes import nms, scale_boxes
     from utils.devices import select_device
@@ -250,6 +265,8 @@ def detect(options: DetectOptions) -> list[FrameResult]:
     device = select_device(options.device)
     model = load_model(options.weights, device)
     names = _class_names(options, model)
+    if options.visualize_attention and not attention_modules(model):
+        raise UsageError(f"--visualize-attention: there is no attention block in {options.weights}")
     stride = max(int(model.stride.max()), 32)
     imgsz = _network_size(options.imgsz, stride)
     source = open_source(options.source, imgsz, stride, on_skip=print)
@@ -262,6 +279,10 @@ def detect(options: DetectOptions) -> list[FrameResult]:
         for frame in source:
             with timer.measure(0):
                 images = torch.from_numpy(frame.network).to(device)[None].float() / 255
+            if options.visualize_attention and frame.number <= 1:
+                with recorded_gains(model) as gains:
+                    model(images)
+                writer.write_attention(frame, gains)
             with timer.measure(1):
                 predictions = model.augmented(images) if options.augment else model.decode(model(images))
             inference = timer.last

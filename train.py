@@ -28,9 +28,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from models.yolo import DetectionModel, load_model
+from models.yolo import DetectionModel, has_attention, load_model, model_file_text
 from utils import ROOT, UserError
-from utils.checkpoint import read_checkpoint, read_weights, save_checkpoint, transfer_weights, weights_sha256
+from utils.checkpoint import (
+    Weights,
+    read_checkpoint,
+    read_weights,
+    save_checkpoint,
+    transfer_weights,
+    weights_sha256,
+)
 from utils.config import (
     DataConfig,
     Hyperparameters,
@@ -38,6 +45,7 @@ from utils.config import (
     hyperparameters_from,
     load_data_config,
     load_hyperparameters,
+    load_model_file,
 )
 from utils.dataloaders import DetectionDataset, collate, create_loader, load_split
 from utils.determinism import (
@@ -52,11 +60,12 @@ from utils.devices import describe, memory_text, select_device
 from utils.loggers import ResultsLog
 from utils.loss import DetectionLoss
 from utils.metrics import Metrics
-from utils.optim import ModelEma, Schedule, build_optimizer, decayed_for_batch
+from utils.optim import ModelEma, Schedule, auto_lr_scale, build_optimizer, decayed_for_batch
 from utils.options import as_plain_dict, changed_flags, new_run_folder, options_from
 from val import evaluate
 
 DEFAULT_MODEL = "models/attention/yolov5n-cbam.yaml"
+PLAIN_MODEL = "models/yolov5n.yaml"
 MAX_GRADIENT_NORM = 10.0
 RESUME_MAY_CHANGE = ("resume", "device", "workers")
 
@@ -140,8 +149,9 @@ BAR_HEADER = f"{'Epoch':>9}{'GPU_mem':>9}{'box_loss':>10}{'obj_loss':>10}{'cls_l
 def build_model(options: TrainOptions, names: tuple[str, ...]) -> DetectionModel:
     """The model of `--cfg` or `--weights` with the data set's classes, pretrained tensors carried over."""
     weights = read_weights(find_file(options.weights)) if options.weights else None
-    cfg = options.cfg or (weights.model_file if weights else DEFAULT_MODEL)
-    model = DetectionModel(cfg, names=names)
+    cfg = options.cfg or (weights.model_file if weights else PLAIN_MODEL if options.attention else DEFAULT_MODEL)
+    start = attention_start(options.attention_init, cfg, weights)
+    model = DetectionModel(cfg, names=names, attention=options.attention, attention_init=start)
     if weights:
         carried = transfer_weights(weights, model.state_dict(), names, keep_anchors=bool(options.cfg))
         model.load_state_dict(carried.state, strict=False)
@@ -149,6 +159,24 @@ def build_model(options: TrainOptions, names: tuple[str, ...]) -> DetectionModel
         if not carried.transferred:
             raise UserError(f"{options.weights}: no tensor fits the model; choose weights of its size")
     return model
+
+
+def attention_start(wanted: str, cfg: str | dict[str, Any], weights: Weights | None) -> str:
+    """How attention blocks start: as asked for, else as the model file says, else by where the weights come from.
+
+    Weights of a model with attention keep the form they were trained in; those without get blocks that start as
+    the identity, so that nothing they know is lost.
+    """
+    asked = (
+        wanted if wanted != "auto" else (cfg if isinstance(cfg, dict) else load_model_file(cfg)).get("attention_init")
+    )
+    if asked not in (None, "auto"):
+        return asked
+    if weights is None:
+        return "paper"
+    lines = [*weights.model_file["backbone"], *weights.model_file["head"]]
+    attended = any(has_attention(line[2]) for line in lines)
+    return weights.model_file.get("attention_init", "paper") if attended else "identity"
 
 
 def freeze_layers(model: DetectionModel, freeze: tuple[int, ...]) -> None:
@@ -202,7 +230,7 @@ class Trainer:
         record: OperationRecord,
         resume: dict[str, Any] | None,
     ):
-        self.options, self.folder, self.record = options, folder, record
+        self.options, self.hyp, self.folder, self.record = options, hyp, folder, record
         self.mode = DeterministicMode(options.deterministic_mode)
         self.device = select_device(options.device)
         names = ("item",) if options.single_cls else data.names
@@ -221,14 +249,15 @@ class Trainer:
         scaled = hyp.scaled(len(model.stride), model.nc, self.imgsz)
         self.criterion = DetectionLoss(model.detect.anchors, model.nc, scaled)
         decay = decayed_for_batch(hyp.weight_decay, options.batch_size)
-        self.optimizer = build_optimizer(model, options.optimizer, hyp.lr0, hyp.momentum, decay)
+        lr0 = hyp.lr0 * self.lr_scale()
+        self.optimizer = build_optimizer(model, options.optimizer, lr0, hyp.momentum, decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.device.type == "cuda")
         self.ema = ModelEma(model)
         self.schedule = Schedule(
             epochs=options.epochs,
             steps_per_epoch=len(self.train_loader),
             batch_size=options.batch_size,
-            lr0=hyp.lr0,
+            lr0=lr0,
             lrf=hyp.lrf,
             momentum=hyp.momentum,
             warmup_epochs=hyp.warmup_epochs,
@@ -236,7 +265,6 @@ class Trainer:
             warmup_bias_lr=hyp.warmup_bias_lr,
             cosine=options.cos_lr,
         )
-        self.hyp = hyp
         self.progress = Progress()
         if resume:
             self.restore(resume)
@@ -249,6 +277,14 @@ class Trainer:
     @property
     def best(self) -> Path:
         return self.folder / "weights" / "best.pt"
+
+    def lr_scale(self) -> float:
+        """The factor of `--lr-scale`, told where it is not 1."""
+        text = self.options.lr_scale
+        scale = auto_lr_scale(layer.block for layer in self.model.layers) if text == "auto" else float(text)
+        if text == "auto" or scale != 1.0:
+            print(f"--lr-scale {text}: lr0 {self.hyp.lr0:g} x {scale:g}")
+        return scale
 
     def content(self) -> dict[str, Any]:
         """The run as a checkpoint: plain values and tensors on the CPU.
@@ -382,13 +418,10 @@ class Trainer:
 
     def write_settings(self) -> None:
         """opt.yaml, hyp.yaml, model.yaml and, with pictures, label statistics and the first batches."""
-        for name, values in (
-            ("opt.yaml", as_plain_dict(self.options)),
-            ("hyp.yaml", self.hyp.as_dict()),
-            ("model.yaml", self.model.model_file),
-        ):
+        for name, values in (("opt.yaml", as_plain_dict(self.options)), ("hyp.yaml", self.hyp.as_dict())):
             text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
             (self.folder / name).write_text(text, encoding="utf-8")
+        (self.folder / "model.yaml").write_text(model_file_text(self.model.model_file), encoding="utf-8")
         if self.options.noplots:
             return
         from utils.plots import plot_batch, plot_labels

@@ -1,4 +1,4 @@
-"""Building blocks of YOLOv5's model files, then the attention blocks SE, ECA and CBAM.
+"""Building blocks of YOLOv5's model files, then the attention blocks SE, ECA, CBAM, BAM, scSE, CA and SimAM.
 
 Signatures are short and positional because a line of a model file is: `c1` and `c2` are channels in and out,
 `k` kernel, `s` stride, `p` padding, `g` groups, `d` dilation, `n` repeats, `e` the share of `c2` that is the hidden
@@ -11,7 +11,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+CHANNELS_LAST = torch.channels_last
 
 
 def same_padding(k: int, p: int | None = None, d: int = 1) -> int:
@@ -338,77 +341,231 @@ def global_max(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(2).max(2).values[..., None, None]
 
 
-class SE(nn.Module):
-    """Squeeze-and-excitation (arXiv:1709.01507): channels weighted by sigmoid(W2 relu(W1 mean(x)))."""
+def global_mean(x: torch.Tensor) -> torch.Tensor:
+    """Mean over each map, `[B, C, H, W]` to `[B, C, 1, 1]`."""
+    return x.mean((2, 3), keepdim=True)
 
-    def __init__(self, c1, ratio=16):
-        super().__init__()
-        hidden = max(c1 // ratio, 1)
-        self.fc1 = nn.Conv2d(c1, hidden, 1, bias=False)
-        self.fc2 = nn.Conv2d(hidden, c1, 1, bias=False)
+
+def hidden_width(c1: int, ratio: int, least: int = 1) -> int:
+    """`c1 / ratio` channels, never below `least`."""
+    if ratio < 1:
+        raise ValueError(f"reduction must be 1 or more, found {ratio}")
+    return max(int(c1 // ratio), least)
+
+
+def odd(k: int) -> int:
+    """`k` itself, refused where padding could not keep the size of the map."""
+    if k < 1 or k % 2 != 1:
+        raise ValueError(f"kernel size must be odd, found {k}")
+    return k
+
+
+def single_precision(x: torch.Tensor) -> torch.Tensor:
+    """fp16 and bf16 as fp32, for sums of squares that would overflow; other types as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm that in training mode uses its running statistics where a channel has one value only.
+
+    One value has no variance: `nn.BatchNorm2d` raises there, for example on pooled maps with batch 1.
+    """
 
     def forward(self, x):
-        squeezed = x.mean((2, 3), keepdim=True)
-        return x * self.fc2(self.fc1(squeezed).relu()).sigmoid()
+        if self.training and x.numel() == x.shape[1]:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        return super().forward(x)
 
 
-class ECA(nn.Module):
-    """Efficient channel attention (arXiv:1910.03151): a 1D convolution across the channels' means.
+class Attention(nn.Module):
+    """Base of the blocks that weigh a map and keep its shape `[B, C, H, W]`, dtype and memory format.
+
+    Constructors are `(c1, …, *, identity=False)`. With `identity` the new block returns its input bit for bit and
+    learns from there: gates are 2σ instead of σ and their last projection starts at zero (`start_at_zero`), or a
+    learned gain that starts at zero mixes in what would replace the map (`blend`). Without it, form and
+    initialisation are the paper's.
+    """
+
+    def __init__(self, identity: bool = False):
+        super().__init__()
+        self.identity = identity
+
+    def start_at_zero(self, *projections: nn.Module) -> None:
+        """In identity mode, zero the weights and biases of `projections`."""
+        for parameter in (p for projection in projections if self.identity for p in projection.parameters()):
+            nn.init.zeros_(parameter)
+
+    def add_gain(self) -> None:
+        """In identity mode, the learned number `gain`; without dimensions, so that it changes no dtype."""
+        if self.identity:
+            self.gain = nn.Parameter(torch.zeros(()))
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        """σ(z), in identity mode 2σ(z), which is 1 at z = 0. Every sigmoid gate of every block passes here."""
+        return 2 * z.sigmoid() if self.identity else z.sigmoid()
+
+    def scale(self, x: torch.Tensor, *logits: torch.Tensor) -> torch.Tensor:
+        """`x` times the gate of each of `logits`, in the dtype of `x`."""
+        for z in logits:
+            x = x * self.gate(z).to(x.dtype)
+        return x
+
+    def blend(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`y` in place of `x`, in identity mode x + gain (y - x); dtype and memory format are those of `x`."""
+        y = (x + self.gain * (y - x) if self.identity else y).to(x.dtype)
+        return y.contiguous(memory_format=CHANNELS_LAST) if x.is_contiguous(memory_format=CHANNELS_LAST) else y
+
+
+class SE(Attention):
+    """Squeeze-and-excitation (arXiv:1709.01507): x · σ(W2 relu(W1 mean(x)))."""
+
+    def __init__(self, c1, ratio=16, *, identity=False):
+        super().__init__(identity)
+        hidden = hidden_width(c1, ratio)
+        self.fc1 = nn.Conv2d(c1, hidden, 1, bias=False)
+        self.fc2 = nn.Conv2d(hidden, c1, 1, bias=False)
+        self.start_at_zero(self.fc2)
+
+    def forward(self, x):
+        return self.scale(x, self.fc2(self.fc1(global_mean(x)).relu()))
+
+
+class ECA(Attention):
+    """Efficient channel attention (arXiv:1910.03151): x · σ(conv_k(mean(x))), a 1D convolution across the channels.
 
     The kernel is the odd number next to |log2(C) / gamma + b / gamma| by the paper's rule, unless `k` is given.
     """
 
-    def __init__(self, c1, k=None, gamma=2, b=1):
-        super().__init__()
+    def __init__(self, c1, k=None, gamma=2, b=1, *, identity=False):
+        super().__init__(identity)
         if k is None:
             k = int(abs((math.log2(c1) + b) / gamma))
             k += 1 - k % 2
-        self.conv = nn.Conv1d(1, 1, k, padding=k // 2, bias=False)
+        self.conv = nn.Conv1d(1, 1, odd(k), padding=k // 2, bias=False)
+        self.start_at_zero(self.conv)
 
     def forward(self, x):
         means = x.mean((2, 3))[:, None]
-        return x * self.conv(means).sigmoid().transpose(1, 2)[..., None]
+        return self.scale(x, self.conv(means).transpose(1, 2)[..., None])
 
 
-class ChannelGate(nn.Module):
-    """CBAM's channel part: sigmoid of one shared perceptron on mean and maximum of each map."""
-
-    def __init__(self, c1, ratio=16):
-        super().__init__()
-        hidden = max(c1 // ratio, 1)
-        self.fc1 = nn.Conv2d(c1, hidden, 1, bias=False)
-        self.fc2 = nn.Conv2d(hidden, c1, 1, bias=False)
+class ChannelGate(SE):
+    """CBAM's channel part: x · σ(W2 relu(W1 mean(x)) + W2 relu(W1 max(x)))."""
 
     def forward(self, x):
-        mean = self.fc2(self.fc1(x.mean((2, 3), keepdim=True)).relu())
+        mean = self.fc2(self.fc1(global_mean(x)).relu())
         peak = self.fc2(self.fc1(global_max(x)).relu())
-        return x * (mean + peak).sigmoid()
+        return self.scale(x, mean + peak)
 
 
-class SpatialGate(nn.Module):
-    """CBAM's spatial part: sigmoid of a k x k convolution on mean and maximum over the channels."""
+class SpatialGate(Attention):
+    """CBAM's spatial part: x · σ(conv_k([mean; max])), both over the channels."""
 
-    def __init__(self, k=7):
-        super().__init__()
-        if k % 2 == 0:
-            raise ValueError(f"kernel size must be odd, found {k}")
-        self.conv = nn.Conv2d(2, 1, k, padding=k // 2, bias=False)
+    def __init__(self, k=7, *, identity=False):
+        super().__init__(identity)
+        self.conv = nn.Conv2d(2, 1, odd(k), padding=k // 2, bias=False)
+        self.start_at_zero(self.conv)
 
     def forward(self, x):
-        summary = torch.cat((x.mean(1, keepdim=True), x.max(1, keepdim=True).values), 1)
-        return x * self.conv(summary).sigmoid()
+        return self.scale(x, self.conv(torch.cat((x.mean(1, keepdim=True), x.max(1, keepdim=True).values), 1)))
 
 
-class CBAM(nn.Module):
+class CBAM(Attention):
     """Convolutional block attention module (arXiv:1807.06521): channel gate, then spatial gate.
 
     `k` is the kernel of the spatial gate, `ratio` the reduction of the channel gate's perceptron.
     """
 
-    def __init__(self, c1, k=7, ratio=16):
-        super().__init__()
-        self.channel = ChannelGate(c1, ratio)
-        self.spatial = SpatialGate(k)
+    def __init__(self, c1, k=7, ratio=16, *, identity=False):
+        super().__init__(identity)
+        self.channel = ChannelGate(c1, ratio, identity=identity)
+        self.spatial = SpatialGate(k, identity=identity)
 
     def forward(self, x):
         return self.spatial(self.channel(x))
+
+
+class BAM(Attention):
+    """Bottleneck attention module (arXiv:1807.06514): x + x · σ(BN(MLP(mean(x))) + BN(f4 f3 f2 f1 x)).
+
+    f1 and f4 are 1x1 convolutions to `c1 / ratio` channels and to one, f2 and f3 3x3 with dilation `d`, with ReLU
+    between them. The paper's factor is never 1, so identity mode has x · 2σ(z).
+    """
+
+    def __init__(self, c1, ratio=16, d=4, *, identity=False):
+        super().__init__(identity)
+        hidden = hidden_width(c1, ratio)
+        wide = {"padding": d, "dilation": d}
+        self.channel = nn.Sequential(
+            nn.Conv2d(c1, hidden, 1), nn.ReLU(), nn.Conv2d(hidden, c1, 1, bias=False), BatchNorm(c1)
+        )
+        self.spatial = nn.Sequential(
+            *(nn.Conv2d(c1, hidden, 1), nn.ReLU()),
+            *(nn.Conv2d(hidden, hidden, 3, **wide), nn.ReLU(), nn.Conv2d(hidden, hidden, 3, **wide), nn.ReLU()),
+            *(nn.Conv2d(hidden, 1, 1, bias=False), BatchNorm(1)),
+        )
+        self.start_at_zero(self.channel[-1], self.spatial[-1])
+
+    def forward(self, x):
+        gate = self.gate(self.channel(global_mean(x)) + self.spatial(x))
+        return x * (gate if self.identity else 1 + gate).to(x.dtype)
+
+
+class SCSE(SE):
+    """Concurrent spatial and channel excitation, scSE (arXiv:1803.02579): x · (σ(W2 relu(W1 mean(x))) + σ(w · x)).
+
+    The sum of both gates is 1 where both projections are zero, so identity mode needs no factor 2.
+    """
+
+    def __init__(self, c1, ratio=2, *, identity=False):
+        super().__init__(c1, ratio, identity=identity)
+        self.conv = nn.Conv2d(c1, 1, 1, bias=False)
+        self.start_at_zero(self.conv)
+
+    def gate(self, z):
+        return z.sigmoid()
+
+    def forward(self, x):
+        gates = self.gate(self.fc2(self.fc1(global_mean(x)).relu())) + self.gate(self.conv(x))
+        return x * gates.to(x.dtype)
+
+
+class CA(Attention):
+    """Coordinate attention (arXiv:2103.02907): x · σ(F_h f_h) · σ(F_w f_w), [f_h; f_w] = hswish(BN(F1 [x_h; x_w])).
+
+    x_h and x_w are the means of the rows and of the columns; at least 8 hidden channels, as the authors have it.
+    """
+
+    def __init__(self, c1, ratio=32, *, identity=False):
+        super().__init__(identity)
+        hidden = hidden_width(c1, ratio, least=8)
+        self.conv = nn.Conv2d(c1, hidden, 1, bias=False)
+        self.bn = BatchNorm(hidden)
+        self.conv_h = nn.Conv2d(hidden, c1, 1)
+        self.conv_w = nn.Conv2d(hidden, c1, 1)
+        self.start_at_zero(self.conv_h, self.conv_w)
+
+    def forward(self, x):
+        h = x.shape[2]
+        means = torch.cat((x.mean(3, keepdim=True), x.mean(2, keepdim=True).transpose(2, 3)), 2)
+        y = F.hardswish(self.bn(self.conv(means)))
+        return self.scale(x, self.conv_h(y[:, :, :h]), self.conv_w(y[:, :, h:].transpose(2, 3)))
+
+
+class SimAM(Attention):
+    """Parameter-free attention (SimAM, ICML 2021, PMLR 139:11863): x · σ(d / (4 (v + lam)) + 1/2).
+
+    d = (x - mean(x))² and v = Σ d / (H W - 1) over each map. Identity mode has one learned number: x · 2σ(gain · …).
+    """
+
+    def __init__(self, c1, lam=1e-4, *, identity=False):
+        super().__init__(identity)
+        self.lam = lam
+        self.add_gain()
+
+    def forward(self, x):
+        wide = single_precision(x)
+        d = (wide - global_mean(wide)) ** 2
+        others = torch.sym_max(x.shape[2] * x.shape[3] - 1, 1)  # a map of one pixel has v = 0
+        z = d / (4 * (d.sum((2, 3), keepdim=True) / others + self.lam)) + 0.5
+        return self.scale(x, self.gain * z if self.identity else z)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -21,9 +22,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 
-from models import common
+from models import attention_zoo, common
+from models.placement import (
+    ALIASES,
+    absolute_sources,
+    attention_arguments,
+    check_line,
+    insert_attention,
+    line_error,
+    parse_flag,
+)
+from models.trace import LayerError, trace
 from utils.checkpoint import read_weights
 from utils.config import ConfigError, find_file, load_model_file, nearest
 from utils.options import run_script
@@ -48,9 +60,33 @@ BLOCKS: dict[str, tuple[type[nn.Module], str]] = {
     "C3TR": (common.C3TR, "repeated"),
     "C3Ghost": (common.C3Ghost, "repeated"),
     "nn.BatchNorm2d": (nn.BatchNorm2d, "same"),
-    "SE": (common.SE, "same"),
-    "ECA": (common.ECA, "same"),
-    "CBAM": (common.CBAM, "same"),
+    "SE": (common.SE, "attention"),
+    "ECA": (common.ECA, "attention"),
+    "CBAM": (common.CBAM, "attention"),
+    "BAM": (common.BAM, "attention"),
+    "scSE": (common.SCSE, "attention"),
+    "CA": (common.CA, "attention"),
+    "SimAM": (common.SimAM, "attention"),
+    "GAM": (attention_zoo.GAM, "attention"),
+    "NAM": (attention_zoo.NAM, "attention"),
+    "EMA": (attention_zoo.EMA, "attention"),
+    "SK": (attention_zoo.SK, "attention"),
+    "ShuffleAttention": (attention_zoo.ShuffleAttention, "attention"),
+    "TripletAttention": (attention_zoo.TripletAttention, "attention"),
+    "SGE": (attention_zoo.SGE, "attention"),
+    "GlobalContext": (attention_zoo.GlobalContext, "attention"),
+    "EffectiveSE": (attention_zoo.EffectiveSE, "attention"),
+    "PolarizedSequential": (attention_zoo.PolarizedSequential, "attention"),
+    "DoubleAttention": (attention_zoo.DoubleAttention, "attention"),
+    "CrissCross": (attention_zoo.CrissCross, "attention"),
+    "ParNetAttention": (attention_zoo.ParNetAttention, "attention"),
+    "LSKA": (attention_zoo.LSKA, "attention"),
+    "MHSA": (attention_zoo.MHSA, "attention"),
+    "C3SE": (attention_zoo.C3SE, "repeated"),
+    "C3ECA": (attention_zoo.C3ECA, "repeated"),
+    "C3CA": (attention_zoo.C3CA, "repeated"),
+    "C3CBAM": (attention_zoo.C3CBAM, "repeated"),
+    "ConvCBAM": (attention_zoo.ConvCBAM, "scaled"),
     "nn.Upsample": (nn.Upsample, "plain"),
     "nn.MaxPool2d": (nn.MaxPool2d, "plain"),
     "nn.ZeroPad2d": (nn.ZeroPad2d, "plain"),
@@ -61,10 +97,20 @@ BLOCKS: dict[str, tuple[type[nn.Module], str]] = {
 }
 """YAML name → class and rule.
 
-`scaled`: (c1, c2 · width, …); `repeated`: (c1, c2 · width, number · depth, …); `same`: (c1, …), channels kept;
+`scaled`: (c1, c2 · width, …); `repeated`: (c1, c2 · width, number · depth, …); `attention`: (c1, …), channels kept,
+numbers of channels in the line left out; `same`: (c1, …), channels kept;
 `plain`: arguments as written, channels kept; `contract`, `expand`, `concat`: arguments as written.
 `Detect` comes last in every file and is treated apart.
 """
+
+FOREIGN_FILES = (
+    ({"lr0", "momentum", "hsv_h"}, "a hyperparameter file, no model file (it belongs to --hyp)"),
+    ({"train", "val", "names"}, "a data set file, no model file (it belongs to --data)"),
+)
+"""Keys that tell what a file is that was given for a model file."""
+
+ATTENTION_STARTS = ("paper", "identity")
+"""`attention_init` of a full model file: the papers' initialisation, or every attention block the identity at first."""
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     f"nn.{cls.__name__}": cls
@@ -126,10 +172,6 @@ class Layer:
     args: tuple
 
 
-def _error(where: str, index: int, text: str) -> ConfigError:
-    return ConfigError(f"{where}: layer {index}: {text}")
-
-
 def _plain_argument(value: Any, cfg: dict[str, Any]) -> Any:
     """Words in a layer's arguments that stand for values: `None`, and the file's own `nc` and `anchors`."""
     if value == "None":
@@ -142,33 +184,17 @@ def _width(channels: Any, multiple: float) -> int:
     return math.ceil(channels * multiple / 8) * 8
 
 
-def _check_line(line: Any, where: str, index: int) -> tuple[Any, int, str, list]:
-    if not isinstance(line, list) or len(line) != 4:
-        raise _error(where, index, f"expected [from, number, block, [arguments]], found {line}")
-    source, number, block, args = line
-    numbers = source if isinstance(source, list) else [source]
-    if not numbers or not all(isinstance(s, int) and not isinstance(s, bool) for s in numbers):
-        raise _error(where, index, f"'from' must be a layer number or a list of them, found {source}")
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise _error(where, index, f"number must be 1 or more, found {number}")
-    if not isinstance(args, list):
-        raise _error(where, index, f"arguments must be a list, found {args}")
-    return source, number, str(block), args
+def has_attention(block: str) -> bool:
+    """Whether a block of the table is or wraps an attention block: it can start as the identity then."""
+    block = table_name(block)
+    return block in BLOCKS and "identity" in inspect.signature(BLOCKS[block][0]).parameters
 
 
-def _sources(source: Any, where: str, index: int) -> tuple[int, ...]:
-    absolute = []
-    for s in source if isinstance(source, list) else [source]:
-        layer = index + s if s < 0 else s
-        if layer >= index or layer < -1 or (layer == -1 and index > 0):
-            raise _error(where, index, f"'from' {s} is no earlier layer (0 to {index - 1})")
-        absolute.append(layer)
-    return tuple(absolute)
-
-
-def _arguments(rule: str, args: list, channels: list[int], number: int, width: float) -> tuple[list, int]:
+def _arguments(cls: type, rule: str, args: list, channels: list[int], number: int, width: float) -> tuple[list, int]:
     """Constructor arguments by the block's rule, and the channels that come out."""
     c1 = channels[0]
+    if rule == "attention":
+        return [c1, *attention_arguments(cls, args, c1, lambda c: _width(c, width))], c1
     if rule in ("scaled", "repeated"):
         if not args or not isinstance(args[0], int):
             raise ValueError(f"the first argument must be the number of channels, found {args[:1]}")
@@ -196,91 +222,87 @@ def _detect(cfg: dict[str, Any], args: list, channels: list[int]) -> Detect:
 def parse_layers(cfg: dict[str, Any], ch: int, where: str) -> tuple[list[Layer], nn.Sequential]:
     """Layers and modules of a full model file; raises `ConfigError` with file and layer number."""
     depth, width = cfg.get("depth_multiple", 1.0), cfg.get("width_multiple", 1.0)
+    identity = cfg.get("attention_init") == "identity"
     layers: list[Layer] = []
     modules: list[nn.Module] = []
     out: list[int] = []
     lines = [*cfg["backbone"], *cfg["head"]]
     for index, line in enumerate(lines):
-        source, number, block, args = _check_line(line, where, index)
-        sources = _sources(source, where, index)
+        source, number, block, args = check_line(line, where, index)
+        block = table_name(block)
+        sources = absolute_sources(source, where, index)
         channels = [ch if s == -1 else out[s] for s in sources]
         number = max(round(number * depth), 1) if number > 1 else number
         args = [_plain_argument(a, cfg) for a in args]
         if (block == "Detect") != (index == len(lines) - 1):
-            raise _error(where, index, "Detect must be the last layer, and only that")
+            raise line_error(where, index, "Detect must be the last layer, and only that")
         if block != "Detect" and block not in BLOCKS:
-            raise _error(where, index, f"unknown block '{block}'{nearest(block, [*BLOCKS, 'Detect'])}")
+            raise line_error(where, index, f"unknown block '{block}'{nearest(block, [*BLOCKS, 'Detect'])}")
         try:
             if block == "Detect":
                 module, args, c2 = _detect(cfg, args, channels), [args[0], args[1], channels], 0
             else:
                 cls, rule = BLOCKS[block]
-                args, c2 = _arguments(rule, args, channels, number, width)
+                args, c2 = _arguments(cls, rule, args, channels, number, width)
                 copies = 1 if rule == "repeated" else number
-                module = cls(*args) if copies == 1 else nn.Sequential(*(cls(*args) for _ in range(copies)))
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise _error(where, index, f"{block} does not take {args}: {error}") from error
+                start = {"identity": True} if identity and has_attention(block) else {}
+                made = [cls(*args, **start) for _ in range(copies)]
+                module = made[0] if copies == 1 else nn.Sequential(*made)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise line_error(where, index, f"{block} does not take {args}: {error}") from error
         layers.append(Layer(index, sources, isinstance(source, list), number, block, tuple(args)))
         modules.append(module)
         out.append(c2)
     return layers, nn.Sequential(*modules)
 
 
-def insert_attention(cfg: dict[str, Any], where: str) -> dict[str, Any]:
-    """The full model file for one with an `attention` list: blocks put in, later `from` numbers shifted.
+def table_name(name: str) -> str:
+    """The table's name for a block's name or alias; other names come back as they are."""
+    return name if name in BLOCKS else ALIASES.get(name, name)
 
-    An entry is `{block: CBAM, after: [2, 4], args: []}`, `after` counting the layers of the file without attention.
-    Whoever read such a layer reads its attention block instead.
+
+def attention_name(name: str, form: str) -> str:
+    """The table's name of an attention block, by its name or an alias in any case; with form `C3` the C3 around it."""
+    known = {key.lower(): key for key, (_, rule) in BLOCKS.items() if rule == "attention"}
+    known.update({alias.lower(): key for alias, key in ALIASES.items()})
+    block = known.get(str(name).lower())
+    if block is None:
+        raise ConfigError(f"attention: unknown block '{name}'{nearest(str(name).lower(), list(known))}")
+    if form == "block":
+        return block
+    wrapped = f"{form}{block}"
+    if wrapped not in BLOCKS:
+        forms = [key for key in BLOCKS if key.startswith(form) and key[len(form) :] in known.values()]
+        raise ConfigError(f"attention: there is no {wrapped}; inside {form} there are {', '.join(forms)}")
+    return wrapped
+
+
+def resolve_model_file(cfg: str | Path | dict[str, Any], attention: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """A full model file, attention put in, and the name for messages, from a path or a mapping.
+
+    `attention` are further entries as on the command line, `cbam@neck`.
     """
-    cfg = copy.deepcopy(cfg)
-    entries = cfg.pop("attention", None)
-    if not entries:
-        return cfg
-    lines = [*cfg["backbone"], *cfg["head"]]
-    added: dict[int, list[list]] = {}
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if (
-            not isinstance(entry, dict)
-            or set(entry) - {"block", "after", "args"}
-            or not {"block", "after"} <= set(entry)
-        ):
-            raise ConfigError(f"{where}: attention: expected {{block: NAME, after: [layers]}}, found {entry}")
-        block, after = entry["block"], entry["after"]
-        if BLOCKS.get(block, (None, ""))[1] != "same":
-            known = [name for name, (_, rule) in BLOCKS.items() if rule == "same"]
-            raise ConfigError(f"{where}: attention: unknown block '{block}'{nearest(block, known)}")
-        for layer in after if isinstance(after, list) else [after]:
-            if not isinstance(layer, int) or not 0 <= layer < len(lines) - 1:
-                raise ConfigError(f"{where}: attention: after {layer}: no such layer (0 to {len(lines) - 2})")
-            added.setdefault(layer, []).append([-1, 1, block, list(entry.get("args", []))])
-
-    moved: list[int] = []  # base layer → where its (attended) output is in the new numbering
-    sections: dict[str, list] = {"backbone": [], "head": []}
-    for index, line in enumerate(lines):
-        source, number, block, args = _check_line(line, where, index)
-        sources = _sources(source, where, index)
-        written = source if isinstance(source, list) else [source]
-        renumbered = [-1 if w == -1 else moved[s] for w, s in zip(written, sources)]
-        section = "backbone" if index < len(cfg["backbone"]) else "head"
-        new = [[renumbered if isinstance(source, list) else renumbered[0], number, block, args], *added.get(index, [])]
-        sections[section] += new
-        moved.append((moved[-1] if moved else -1) + len(new))
-    return {**cfg, **sections}
-
-
-def resolve_model_file(cfg: str | Path | dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A full model file, attention put in, and the name for messages, from a path or a mapping."""
     raw, where = (cfg, "model") if isinstance(cfg, dict) else (load_model_file(cfg), str(cfg))
-    for key in ("backbone", "head", "anchors", "nc"):
-        if key not in raw:
-            raise ConfigError(f"{where}: no model file: '{key}' is missing")
+    missing = [key for key in ("backbone", "head", "anchors", "nc") if key not in raw]
+    if missing:
+        kind = next((kind for keys, kind in FOREIGN_FILES if keys & set(raw)), "no model file")
+        raise ConfigError(f"{where}: {kind}: '{missing[0]}' is missing")
     for key in ("depth_multiple", "width_multiple"):
         value = raw.get(key, 1.0)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise ConfigError(f"{where}: {key} must be a positive number, found {value!r}")
     if not isinstance(raw["backbone"], list) or not isinstance(raw["head"], list) or not raw["head"]:
         raise ConfigError(f"{where}: 'backbone' and 'head' must be lists of layers")
-    return insert_attention(raw, where), where
+    if raw.get("attention_init", "auto") not in ("auto", *ATTENTION_STARTS):
+        raise ConfigError(f"{where}: attention_init must be auto, paper or identity, found {raw['attention_init']!r}")
+
+    def resolve(name: str, form: str) -> str:
+        try:
+            return attention_name(name, form)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    return insert_attention(raw, where, resolve, [parse_flag(text) for text in attention]), where
 
 
 def parse_activation(text: str, where: str) -> Callable[[], nn.Module]:
@@ -297,26 +319,29 @@ def parse_activation(text: str, where: str) -> Callable[[], nn.Module]:
     return lambda: copy.deepcopy(made)
 
 
-@dataclass(frozen=True)
-class LayerTrace:
-    """What one layer does to an image: shape or shapes of its output and multiply-adds."""
-
-    shape: tuple[tuple[int, ...], ...]
-    macs: float
-
-
 class DetectionModel(nn.Module):
     """A YOLOv5 detection model.
 
     `cfg` is a model file's path or mapping, `nc` and `names` replace its number and names of classes.
-    `model_file` is the full mapping that builds this model again. Raises `ConfigError` for a file that means nothing.
+    `attention` puts further blocks in, as on the command line (`cbam@neck`); `attention_init` is `identity` or `paper`,
+    by default the file's, `paper` where it says nothing or `auto`.
+    `model_file` is the full mapping that builds this model again, `remarks` lists what looks unintended in it.
+    Raises `ConfigError` for a file that means nothing.
     """
 
     def __init__(
-        self, cfg: str | Path | dict[str, Any], nc: int | None = None, names: Sequence[str] | None = None, ch: int = 3
+        self,
+        cfg: str | Path | dict[str, Any],
+        nc: int | None = None,
+        names: Sequence[str] | None = None,
+        ch: int = 3,
+        attention: Sequence[str] = (),
+        attention_init: str | None = None,
     ):
         super().__init__()
-        resolved, where = resolve_model_file(cfg)
+        resolved, where = resolve_model_file(cfg, attention)
+        start = attention_init or resolved.get("attention_init", "paper")
+        resolved["attention_init"] = "paper" if start == "auto" else start
         if names is not None and nc is None:
             nc = len(names)
         if nc is not None:
@@ -330,6 +355,7 @@ class DetectionModel(nn.Module):
         if self.detect.nc != self.nc:
             raise ConfigError(f"{where}: Detect is written for {self.detect.nc} classes instead of 'nc' ({self.nc})")
         self.layers = tuple(layers)
+        self.remarks = bypassed_attention(layers)
         self._kept = frozenset(s for layer in layers for s in layer.sources if s != layer.index - 1)
         if "activation" in resolved:
             make = parse_activation(resolved["activation"], where)
@@ -352,10 +378,15 @@ class DetectionModel(nn.Module):
     def _find_stride(self, ch: int, where: str) -> torch.Tensor:
         size = 256
         try:
-            shapes = self.trace((size, size), ch)[-1].shape
-        except RuntimeError as error:
-            raise ConfigError(f"{where}: the layers do not fit together: {' '.join(str(error).split())}") from error
-        return torch.tensor([size / shape[2] for shape in shapes])
+            shapes = trace(self, (size, size), ch)[-1].shape
+        except LayerError as error:
+            raise line_error(where, error.index, str(error)) from error
+        stride = torch.tensor([size / shape[2] for shape in shapes])
+        steps = stride.diff().sign()
+        if len(steps) and not (steps == steps[0]).all():
+            read = ", ".join(f"layer {s} (stride {int(x)})" for s, x in zip(self.layers[-1].sources, stride))
+            raise line_error(where, self.layers[-1].index, f"Detect must read its maps in the order of stride: {read}")
+        return stride
 
     def _scale_anchors(self) -> None:
         """Anchors from pixels to units of the stride, in the order of the strides."""
@@ -420,38 +451,9 @@ class DetectionModel(nn.Module):
                 module.fuse()
         return self
 
-    def trace(self, size: tuple[int, int], ch: int = 3) -> list[LayerTrace]:
-        """Output shapes and multiply-adds of each layer for one image of `size` (height, width).
-
-        Runs on shapes alone (the meta device): nothing is computed and no state changes.
-        """
-        macs = [0.0] * len(self.layers)
-        shapes: list[tuple] = [()] * len(self.layers)
-        handles = []
-        for index, module in enumerate(self.model):
-
-            def remember(_, __, output, index=index):
-                outputs = output if isinstance(output, list) else [output]
-                shapes[index] = tuple(tuple(o.shape) for o in outputs)
-
-            handles.append(module.register_forward_hook(remember))
-            for part in module.modules():
-                handles.append(part.register_forward_hook(_macs_hook(macs, index)))
-        training = self.training
-        state = {name: t.detach().to("meta") for name, t in [*self.named_parameters(), *self.named_buffers()]}
-        try:
-            self.eval()
-            with torch.no_grad():
-                torch.func.functional_call(self, state, (torch.empty(1, ch, *size, device="meta"),))
-        finally:
-            self.train(training)
-            for handle in handles:
-                handle.remove()
-        return [LayerTrace(shape, count) for shape, count in zip(shapes, macs)]
-
     def gflops(self, imgsz: int = 640) -> float:
         """Billions of floating-point operations for one image, two for each multiply-add."""
-        return 2e-9 * sum(layer.macs for layer in self.trace((imgsz, imgsz)))
+        return 2e-9 * sum(layer.macs for layer in trace(self, (imgsz, imgsz)))
 
     def summary(self, imgsz: int = 640) -> str:
         """A table of the layers and a line of totals."""
@@ -466,7 +468,24 @@ class DetectionModel(nn.Module):
             f"{len(self.layers)} layers, {parameters:,} parameters, {len(self.state_dict())} state-dict entries, "
             f"{self.gflops(imgsz):.1f} GFLOPs at {imgsz} px, strides {[int(s) for s in self.stride]}"
         )
+        rows += [f"note: {remark}" for remark in self.remarks]
         return "\n".join(rows)
+
+
+def bypassed_attention(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """Remarks on layers that read a map from before its attention, as happens when numbers were not shifted by hand."""
+    remarks = []
+    for gate in layers:
+        if BLOCKS.get(gate.block, (None, ""))[1] != "attention":
+            continue
+        for reader in layers[gate.index + 1 :]:
+            if gate.sources[0] in reader.sources:
+                before = f"layer {gate.sources[0]} ({layers[gate.sources[0]].block})"
+                remarks.append(
+                    f"layer {reader.index} ({reader.block}) reads {before} before its attention "
+                    f"(layer {gate.index}, {gate.block})"
+                )
+    return tuple(remarks)
 
 
 def _scaled_view(images: torch.Tensor, scale: float, multiple: int) -> torch.Tensor:
@@ -480,19 +499,16 @@ def _scaled_view(images: torch.Tensor, scale: float, multiple: int) -> torch.Ten
     return F.pad(resized, (0, full[1] - small[1], 0, full[0] - small[0]), value=0.447)
 
 
-def _macs_hook(macs: list[float], index: int) -> Callable:
-    def count(module: nn.Module, inputs: tuple, output: Any) -> None:
-        if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-            macs[index] += output.numel() * module.weight[0].numel()
-        elif isinstance(module, nn.Linear):
-            macs[index] += output.numel() * module.in_features
-        elif isinstance(module, nn.BatchNorm2d):
-            macs[index] += 4 * output.numel()  # what the counter behind YOLOv5's published figures takes
-        elif isinstance(module, nn.MultiheadAttention):
-            length, batch, width = inputs[0].shape
-            macs[index] += length * batch * width * (4 * width + 2 * length)
-
-    return count
+def model_file_text(model_file: dict[str, Any]) -> str:
+    """A full model file as YAML, a layer a line."""
+    text = []
+    for key, value in model_file.items():
+        if isinstance(value, list):
+            rows = (yaml.safe_dump(row, default_flow_style=True, width=10_000).strip() for row in value)
+            text.append(f"{key}:\n" + "".join(f"  - {row}\n" for row in rows))
+        else:
+            text.append(yaml.safe_dump({key: value}, default_flow_style=False, allow_unicode=True))
+    return "".join(text)
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", *, fuse: bool = True) -> DetectionModel:
@@ -507,12 +523,15 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", *, fuse: bo
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m models.yolo", description="Print a model's summary.")
     parser.add_argument("--cfg", required=True, metavar="FILE", help="model file")
+    parser.add_argument("--attention", nargs="+", default=[], metavar="BLOCK@PLACE", help="blocks to put in: cbam@neck")
     parser.add_argument("--imgsz", type=int, default=640, help="image size for GFLOPs (default: 640)")
+    parser.add_argument("--resolved", action="store_true", help="print the full model file instead")
     return parser.parse_args()
 
 
 def _main(arguments: argparse.Namespace) -> None:
-    print(DetectionModel(arguments.cfg).summary(arguments.imgsz))
+    model = DetectionModel(arguments.cfg, attention=arguments.attention)
+    print(model_file_text(model.model_file) if arguments.resolved else model.summary(arguments.imgsz))
 
 
 if __name__ == "__main__":

@@ -3,77 +3,125 @@
 from __future__ import annotations
 
 import math
+import re
 
+import attention_numpy as plain
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from models.common import CBAM, ECA, SE, global_max
+from models.attention_zoo import C3CA, C3CBAM, C3ECA, C3SE, ConvCBAM
+from models.common import (
+    BAM,
+    C3,
+    CA,
+    CBAM,
+    ECA,
+    SCSE,
+    SE,
+    Conv,
+    SimAM,
+    global_max,
+)
 
 BLOCKS = {"SE": SE, "ECA": ECA, "CBAM": CBAM}
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+REFERENCES = [
+    (SE, (8,), plain.se),
+    (ECA, (), plain.eca),
+    (CBAM, (3, 8), plain.cbam),
+    (BAM, (), plain.bam),
+    (SCSE, (), plain.scse),
+    (CA, (), plain.ca),
+    (SimAM, (), plain.simam),
+]
 
 
-def se_numpy(x, w1, w2):
-    out = np.empty_like(x)
-    for b in range(len(x)):
-        squeezed = np.array([channel.mean() for channel in x[b]])
-        gate = sigmoid(w2 @ np.maximum(w1 @ squeezed, 0))
-        for c, g in enumerate(gate):
-            out[b, c] = x[b, c] * g
-    return out
-
-
-def eca_numpy(x, kernel):
-    out, reach = np.empty_like(x), len(kernel) // 2
-    for b in range(len(x)):
-        means = [channel.mean() for channel in x[b]]
-        for c in range(x.shape[1]):
-            total = sum(kernel[k] * means[c + k - reach] for k in range(len(kernel)) if 0 <= c + k - reach < x.shape[1])
-            out[b, c] = x[b, c] * sigmoid(total)
-    return out
-
-
-def cbam_numpy(x, w1, w2, kernel):
-    out, reach = np.empty_like(x), kernel.shape[1] // 2
-    for b in range(len(x)):
-        mean = np.array([channel.mean() for channel in x[b]])
-        peak = np.array([channel.max() for channel in x[b]])
-        gate = sigmoid(w2 @ np.maximum(w1 @ mean, 0) + w2 @ np.maximum(w1 @ peak, 0))
-        y = x[b] * gate[:, None, None]
-        maps = np.stack([y.mean(0), y.max(0)])
-        _, h, w = maps.shape
-        for i in range(h):
-            for j in range(w):
-                total = 0.0
-                for di in range(-reach, reach + 1):
-                    for dj in range(-reach, reach + 1):
-                        if 0 <= i + di < h and 0 <= j + dj < w:
-                            total += (kernel[:, di + reach, dj + reach] * maps[:, i + di, j + dj]).sum()
-                out[b, :, i, j] = y[:, i, j] * sigmoid(total)
-    return out
-
-
-def test_blocks_equal_plain_numpy():
+@pytest.mark.parametrize(("block", "args", "reference"), REFERENCES, ids=[row[0].__name__ for row in REFERENCES])
+def test_blocks_equal_plain_numpy(block, args, reference):
+    module = block(32, *args).double().eval()
+    with torch.no_grad():
+        for name, value in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith("running_var"):
+                value.uniform_(0.5, 2)
+            elif value.is_floating_point():
+                value.add_(torch.randn_like(value) * 0.3)
+    state = {name: value.detach().numpy() for name, value in module.state_dict().items()}
     x = torch.randn(2, 32, 5, 4, dtype=torch.float64)
-    se, eca, cbam = SE(32, 8).double(), ECA(32).double(), CBAM(32, 3, 8).double()
-    flat = lambda conv: conv.weight.detach().numpy()[:, :, 0, 0]  # noqa: E731
-    cases = [
-        (se, se_numpy(x.numpy(), flat(se.fc1), flat(se.fc2))),
-        (eca, eca_numpy(x.numpy(), eca.conv.weight.detach().numpy()[0, 0])),
-        (
-            cbam,
-            cbam_numpy(
-                x.numpy(), flat(cbam.channel.fc1), flat(cbam.channel.fc2), cbam.spatial.conv.weight.detach().numpy()[0]
-            ),
-        ),
-    ]
-    for block, wanted in cases:
-        np.testing.assert_allclose(block(x).detach().numpy(), wanted, rtol=1e-10, atol=1e-12)
+    wanted = np.stack([reference(image, state) for image in x.numpy()])
+    np.testing.assert_allclose(module(x).detach().numpy(), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_gates_by_hand():
+    """Numbers that one can check on paper: a map of 1, 2, 3, 6 has mean 3, variance 14 / 3."""
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 1, 2, 2)
+    se = SE(1)
+    se.fc1.weight.data.fill_(2)
+    se.fc2.weight.data.fill_(0.5)
+    gate = 1 / (1 + math.exp(-3))
+    torch.testing.assert_close(se(x), x * gate)
+    scse = SCSE(1)
+    scse.load_state_dict({**se.state_dict(), "conv.weight": torch.ones(1, 1, 1, 1)})
+    assert scse(x)[0, 0, 1, 1].item() == pytest.approx(6 * (gate + 1 / (1 + math.exp(-6))))
+    v = 14 / 3
+    assert SimAM(1)(x)[0, 0, 1, 1].item() == pytest.approx(6 / (1 + math.exp(-(9 / (4 * (v + 1e-4)) + 0.5))))
+
+
+def test_default_outputs_did_not_change_with_the_identity_flag():
+    """Positional order, names of parameters and plain sigmoid: what trained checkpoints rely on."""
+    cbam = CBAM(32, 5, 8)
+    assert list(cbam.state_dict()) == ["channel.fc1.weight", "channel.fc2.weight", "spatial.conv.weight"]
+    assert cbam.spatial.conv.kernel_size == (5, 5) and cbam.channel.fc1.out_channels == 4
+    assert list(SE(32, 4).state_dict()) == ["fc1.weight", "fc2.weight"] and SE(32, 4).fc1.out_channels == 8
+    assert list(ECA(32, 7).state_dict()) == ["conv.weight"] and ECA(32, 7).conv.kernel_size == (7,)
+    se = SE(8)
+    nn.init.zeros_(se.fc2.weight)
+    x = torch.randn(2, 8, 3, 3)
+    assert torch.equal(se(x), x * 0.5)
+
+
+WRAPPED = {C3SE: SE, C3ECA: ECA, C3CA: CA, C3CBAM: CBAM}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("shortcut", [True, False])
+def test_c3_forms_start_as_c3(wrapped, shortcut):
+    """Same names, the attention's own beside them, and the same output bit for bit."""
+    c3, mine = C3(16, 24, 2, shortcut), wrapped(16, 24, 2, shortcut, identity=True)
+    missing, unexpected = mine.load_state_dict(c3.state_dict(), strict=False)
+    assert not unexpected and missing and all(re.match(r"m\.[01]\.attention\.", name) for name in missing)
+    assert [type(b.attention) for b in mine.m] == [WRAPPED[wrapped]] * 2
+    x = torch.randn(2, 16, 6, 5)
+    for training in (True, False):
+        assert torch.equal(mine.train(training)(x), c3.train(training)(x))
+    assert not torch.equal(wrapped(16, 24, 2, shortcut)(x), c3(x))
+
+
+def test_attention_comes_before_the_shortcut():
+    """With a gate that is closed, a bottleneck is its shortcut alone."""
+    c3 = C3ECA(8, 8, 1).eval()
+    with torch.no_grad():
+        c3.m[0].cv2.bn.bias.fill_(5)  # means are positive
+        c3.m[0].attention.conv.weight.fill_(-1e4)
+        x = torch.randn(1, 8, 4, 4)
+        torch.testing.assert_close(c3(x), c3.cv3(torch.cat((c3.cv1(x), c3.cv2(x)), 1)))
+
+
+def test_conv_cbam_starts_as_conv_and_fuses():
+    conv, mine = Conv(6, 8, 3, 2), ConvCBAM(6, 8, 3, 2, identity=True)
+    missing, unexpected = mine.load_state_dict(conv.state_dict(), strict=False)
+    assert not unexpected and missing and all(name.startswith("attention.") for name in missing)
+    x = torch.randn(2, 6, 9, 8)
+    assert torch.equal(mine.train()(x), conv.train()(x))
+    paper = ConvCBAM(6, 8, 3).eval()
+    paper.bn.running_mean.uniform_(-1, 1)
+    before = paper(x)
+    torch.testing.assert_close(before, CBAM.forward(paper.attention, Conv.forward(paper, x)))
+    paper.fuse()
+    assert isinstance(paper.bn, nn.Identity)
+    torch.testing.assert_close(paper(x), before, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("channels", "kernel"), [(8, 3), (64, 3), (128, 5), (256, 5), (512, 5), (1024, 5)])

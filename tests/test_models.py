@@ -11,7 +11,8 @@ import yaml
 from torch import nn
 
 from models.common import C3, CBAM, SE, SPP, SPPF, Contract, Conv, Expand
-from models.yolo import DetectionModel, insert_attention, parse_activation, resolve_model_file
+from models.trace import trace
+from models.yolo import DetectionModel, parse_activation, resolve_model_file
 from utils import ROOT
 from utils.config import ConfigError, read_yaml
 
@@ -117,7 +118,7 @@ def test_width_and_depth_multiples():
         ({"activation": "nn.Swoosh()"}, ["activation", "nn.Swoosh"]),
         ({"activation": "__import__('os').system('true')"}, ["activation"]),
         ({"width_multiple": 0}, ["width_multiple"]),
-        ({"attention": [{"block": "CBAMM", "after": [0]}]}, ["CBAMM", "did you mean CBAM"]),
+        ({"attention": [{"block": "CBAMM", "after": [0]}]}, ["CBAMM", "did you mean cbam"]),
         ({"attention": [{"block": "CBAM", "after": [7]}]}, ["after 7", "no such layer"]),
         ({"attention": [{"blok": "CBAM", "after": [0]}]}, ["expected {block"]),
     ],
@@ -221,7 +222,7 @@ def test_expand_undoes_contract():
 
 def test_trace_counts_by_hand():
     model = DetectionModel(small_file(backbone=[[-1, 1, "Conv", [8, 3, 2]], [-1, 1, "SE", [2]]]))
-    traces = model.trace((32, 32))
+    traces = trace(model, (32, 32))
     assert traces[0].shape == ((1, 8, 16, 16),)
     assert traces[0].macs == 8 * 16 * 16 * (3 * 3 * 3) + 4 * 8 * 16 * 16  # convolution, batch norm
     assert traces[1].macs == 2 * 8 * 4  # two 1x1 convolutions on 1x1 maps
@@ -242,10 +243,10 @@ def test_summary_from_the_command_line(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr and "nowhere.yaml: no such file" in done.stderr
 
 
-def test_insert_attention_leaves_its_argument_alone():
+def test_resolving_leaves_its_argument_alone():
     cfg = small_file(attention=[{"block": "SE", "after": [0]}])
     copy = yaml.safe_load(yaml.safe_dump(cfg))
-    insert_attention(cfg, "x")
+    resolve_model_file(cfg, ["cbam@0"])
     assert cfg == copy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,13 @@ from torch import nn
 
 NOMINAL_BATCH = 64
 """Images behind one optimizer step: smaller batches are accumulated to it."""
+
+LR_SCALES = {
+    "ECA": 1.2,
+    **dict.fromkeys(("CBAM", "BAM", "scSE", "CA", "GAM", "EMA", "ShuffleAttention", "TripletAttention"), 0.8),
+    **dict.fromkeys(("PolarizedSequential", "ParNetAttention"), 0.8),
+}
+"""`--lr-scale auto` by attention block: 0.8 for those that mix channel and space; 1.0 for all that are not listed."""
 
 _NORMS = tuple(cls for name, cls in vars(nn).items() if isinstance(cls, type) and "Norm" in name)
 
@@ -31,6 +39,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": weights, "weight_decay": weight_decay},
         {"params": norms, "weight_decay": 0.0},
     ]
+
+
+def auto_lr_scale(blocks: Iterable[str]) -> float:
+    """Factor on lr0 for a model of these block names, the smallest where several ask for one; 1.0 without attention.
+
+    Wrapped forms (`C3CBAM`, `ConvCBAM`) count as what they wrap.
+    """
+    bare = {name.removeprefix("C3").removeprefix("Conv") for name in blocks}
+    return min((LR_SCALES[name] for name in bare if name in LR_SCALES), default=1.0)
 
 
 def build_optimizer(

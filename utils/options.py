@@ -49,6 +49,16 @@ def _fraction(text: str) -> float:
 _fraction.__name__ = "number"
 
 
+def _scale(text: str) -> str:
+    """`auto` or a positive number, as text."""
+    if text != "auto" and not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be auto or a positive number, found {text}")
+    return text
+
+
+_scale.__name__ = "scale"
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of `train.py`."""
@@ -59,6 +69,21 @@ class TrainOptions:
         "model file; default: the one in --weights, else models/attention/yolov5n-cbam.yaml",
         group="model",
         metavar="FILE",
+    )
+    attention: tuple[str, ...] = option(
+        (),
+        "attention to put into the model: cbam@neck, se@stages, eca@2,4,6, ca@C3 (places: layer numbers, stages, "
+        "backbone, neck, head, C3); without --cfg and --weights into yolov5n",
+        group="model",
+        nargs="+",
+        metavar="BLOCK@PLACE",
+    )
+    attention_init: str = option(
+        "auto",
+        "start of attention blocks: identity leaves the model's outputs as they were, paper is the papers'; auto is "
+        "identity with pretrained weights, paper without",
+        group="model",
+        choices=["auto", "paper", "identity"],
     )
     freeze: tuple[int, ...] = option(
         (0,),
@@ -76,6 +101,13 @@ class TrainOptions:
     epochs: int = option(100, "epochs in all", group="training", type=_whole(1))
     batch_size: int = option(16, "images in a batch", group="training", type=_whole(1))
     optimizer: str = option("SGD", "optimizer", group="training", choices=["SGD", "Adam", "AdamW"])
+    lr_scale: str = option(
+        "1.0",
+        "factor on lr0; auto goes by the attention block: ECA 1.2, CBAM and other mixed blocks 0.8, else 1.0",
+        group="training",
+        type=_scale,
+        metavar="X",
+    )
     cos_lr: bool = option(False, "cosine instead of linear learning rate schedule", group="training")
     label_smoothing: float = option(0.0, "label smoothing epsilon", group="training", type=_fraction, metavar="E")
     patience: int = option(
@@ -173,6 +205,9 @@ class DetectOptions:
     save_csv: bool = option(False, "write detections into one CSV file", group="output")
     save_conf: bool = option(False, "confidences in the label files too", group="output")
     save_crop: bool = option(False, "write a picture of every detection", group="output")
+    visualize_attention: bool = option(
+        False, "draw what each attention block raises and lowers (of videos the first frame)", group="output"
+    )
     nosave: bool = option(False, "write no annotated images or videos", group="output")
     line_thickness: int = option(3, "thickness of the boxes in pixels", group="output", type=_whole(1), metavar="N")
     hide_labels: bool = option(False, "draw boxes without names", group="output")
@@ -196,7 +231,7 @@ def build_parser(options: type, prog: str, description: str) -> argparse.Argumen
         if isinstance(item.default, bool):
             groups[title].add_argument(*flags, dest=item.name, action="store_true", help=text)
             continue
-        if item.default not in ("", None):
+        if item.default not in ("", None, ()):
             shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
             text += f" (default: {shown})"
         groups[title].add_argument(*flags, dest=item.name, default=item.default, help=text, **argument)

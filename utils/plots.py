@@ -427,3 +427,39 @@ def _running_mean(values: np.ndarray, half: int = 3) -> np.ndarray:
     """Mean over the neighbours up to `half` steps away; at the ends over those that are there."""
     kernel = np.ones(2 * half + 1)
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def plot_attention(image: np.ndarray, gains: Sequence[tuple[str, Any, Any]], path: Path) -> None:
+    """How attention weighs a picture: a row for each block, spatial gain over the picture, channel gains as bars.
+
+    `image` is uint8 BGR `[h, w, 3]`, `gains` (title, channel `[C]` or None, spatial `[H, W]` or None).
+    Red positions are raised, blue ones lowered, against the block's own middle.
+    """
+    aspect = image.shape[1] / image.shape[0]
+    figure = _new_figure(3.2 * aspect + 6.5, 3.2 * len(gains))
+    grid = figure.subplots(len(gains), 2, squeeze=False, width_ratios=[3.2 * aspect + 1, 5])
+    grey = cv2.cvtColor(image, cv2.COLOR_BGR2GRAY)
+    for (left, right), (title, channel, spatial) in zip(grid, gains):
+        left.imshow(grey, cmap="gray", alpha=0.9)
+        left.set_axis_off()
+        left.set_title(title, loc="left", fontsize=10)
+        if spatial is None:
+            left.text(0.5, 0.5, "weighs all positions alike", transform=left.transAxes, **_NOTE)
+        else:
+            large = cv2.resize(np.asarray(spatial, np.float32), image.shape[1::-1], interpolation=cv2.INTER_LINEAR)
+            reach = max(float(np.abs(large - np.median(large)).max()), 1e-6)
+            middle = float(np.median(large))
+            shown = left.imshow(large, cmap="coolwarm", alpha=0.55, vmin=middle - reach, vmax=middle + reach)
+            figure.colorbar(shown, ax=left, fraction=0.04, label="gain by position")
+        if channel is None:
+            right.set_axis_off()
+            right.text(0.5, 0.5, "weighs all channels alike", transform=right.transAxes, **_NOTE)
+        else:
+            ordered = np.sort(np.asarray(channel))[::-1]
+            right.bar(range(len(ordered)), ordered, width=1.0, color="tab:blue")
+            right.set(xlabel=f"{len(ordered)} channels, sorted", ylabel="gain", xlim=(-0.5, len(ordered) - 0.5))
+            right.grid(axis="y", alpha=0.3)
+    _save(figure, Path(path), dpi=110)
+
+
+_NOTE = {"ha": "center", "va": "center", "fontsize": 10, "bbox": {"facecolor": "white", "alpha": 0.8}}
