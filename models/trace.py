@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
     from models.yolo import DetectionModel, Layer
@@ -35,6 +36,7 @@ def trace(model: DetectionModel, size: tuple[int, int], ch: int = 3) -> list[Lay
     Runs on the meta device: nothing is computed and no state changes. Raises `LayerError` where a layer cannot
     take what it reads.
     """
+    counter = FlopCounterMode(display=False)  # convolutions and matrix products
     macs = [0.0] * len(model.layers)
     shapes: list[tuple] = [()] * len(model.layers)
     started: list[Layer] = []
@@ -44,18 +46,21 @@ def trace(model: DetectionModel, size: tuple[int, int], ch: int = 3) -> list[Lay
         def begin(_, inputs, layer=layer):
             started.append(layer)
             _check_sizes(model, layer, inputs[0])
+            macs[layer.index] -= counter.get_total_flops() / 2
 
         def end(_, __, output, index=layer.index):
             outputs = output if isinstance(output, list) else [output]
             shapes[index] = tuple(tuple(o.shape) for o in outputs)
+            macs[index] += counter.get_total_flops() / 2
 
         handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-        handles += [part.register_forward_hook(_macs_hook(macs, layer.index)) for part in module.modules()]
+        norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
+        handles += [norm.register_forward_hook(_norm_hook(macs, layer.index)) for norm in norms]
     training = model.training
     state = {name: t.detach().to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), counter:
             torch.func.functional_call(model, state, (torch.empty(1, ch, *size, device="meta"),))
     except RuntimeError as error:
         layer = started[-1]
@@ -79,16 +84,10 @@ def _check_sizes(model: DetectionModel, layer: Layer, maps: Any) -> None:
         raise LayerError(layer.index, f"Concat reads maps of unequal sizes: {read}")
 
 
-def _macs_hook(macs: list[float], index: int) -> Callable:
-    def count(module: nn.Module, inputs: tuple, output: Any) -> None:
-        if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-            macs[index] += output.numel() * module.weight[0].numel()
-        elif isinstance(module, nn.Linear):
-            macs[index] += output.numel() * module.in_features
-        elif isinstance(module, nn.BatchNorm2d):
-            macs[index] += 4 * output.numel()  # what the counter behind YOLOv5's published figures takes
-        elif isinstance(module, nn.MultiheadAttention):
-            length, batch, width = inputs[0].shape
-            macs[index] += length * batch * width * (4 * width + 2 * length)
+def _norm_hook(macs: list[float], index: int) -> Callable:
+    """Four multiply-adds an element of a batch norm, as in the counts that YOLOv5 publishes."""
+
+    def count(_: nn.Module, __: tuple, output: torch.Tensor) -> None:
+        macs[index] += 4 * output.numel()
 
     return count

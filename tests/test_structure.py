@@ -12,7 +12,7 @@ import pytest
 from utils import ROOT
 
 SCRIPTS = {"train", "val", "detect"}
-THIRD_PARTY_ONLY = {"boxes", "options", "config", "determinism", "checkpoint", "optim", "devices"}
+THIRD_PARTY_ONLY = {"boxes", "options", "config", "determinism", "checkpoint", "optim", "devices", "audit"}
 MAY_IMPORT = {
     **{name: set() for name in THIRD_PARTY_ONLY},
     "loss": {"boxes", "config"},
