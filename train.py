@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from models.yolo import DetectionModel, has_attention, load_model, model_file_text
+from models.yolo import DetectionModel, find_weights, has_attention, load_model, model_file_text
 from utils import ROOT, UserError
 from utils.checkpoint import (
     Weights,
@@ -148,7 +148,7 @@ BAR_HEADER = f"{'Epoch':>9}{'GPU_mem':>9}{'box_loss':>10}{'obj_loss':>10}{'cls_l
 
 def build_model(options: TrainOptions, names: tuple[str, ...]) -> DetectionModel:
     """The model of `--cfg` or `--weights` with the data set's classes, pretrained tensors carried over."""
-    weights = read_weights(find_file(options.weights)) if options.weights else None
+    weights = read_weights(find_weights(options.weights)) if options.weights else None
     cfg = options.cfg or (weights.model_file if weights else PLAIN_MODEL if options.attention else DEFAULT_MODEL)
     start = attention_start(options.attention_init, cfg, weights)
     model = DetectionModel(cfg, names=names, attention=options.attention, attention_init=start)

@@ -511,9 +511,17 @@ def model_file_text(model_file: dict[str, Any]) -> str:
     return "".join(text)
 
 
+def find_weights(path: str | Path) -> Path:
+    """The checkpoint that a name means, in the working folder or the project's."""
+    try:
+        return find_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; weights are never downloaded, copy the file there") from None
+
+
 def load_model(path: str | Path, device: torch.device | str = "cpu", *, fuse: bool = True) -> DetectionModel:
     """The model in a checkpoint of this project or an official YOLOv5 `.pt`: fp32, evaluation mode, on `device`."""
-    weights = read_weights(find_file(path))
+    weights = read_weights(find_weights(path))
     model = DetectionModel(weights.model_file, names=weights.names)
     model.load_state_dict(weights.state)
     model.eval().requires_grad_(False)

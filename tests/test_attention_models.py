@@ -94,6 +94,11 @@ def test_every_name_of_the_field_resolves():
     assert not set(ALIASES) & set(BLOCKS)
 
 
+def test_the_documents_list_every_block_and_alias():
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in (*ATTENTION, *WRAPPED, *ALIASES))
+
+
 def attended(cfg, *flags) -> tuple[DetectionModel, float]:
     """A model with official weights carried over and identity start, and the share of them that found a place."""
     weights = read_weights(OFFICIAL)

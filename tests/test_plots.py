@@ -112,7 +112,7 @@ def test_plot_batch_puts_labels_where_they_are(tmp_path):
     images = torch.zeros(3, 3, 64, 96, dtype=torch.uint8)
     images[1, 0] = 200  # red
     targets = torch.tensor([[1, 0, 0.5, 0.5, 0.5, 0.5]])
-    plot_batch(images, targets, [""], tmp_path / "grid.png")
+    plot_batch(images, targets, [""], tmp_path / "grid.png", max_size=192)
     grid = cv2.imread(str(tmp_path / "grid.png"))
     assert grid.shape == (128, 192, 3)  # two rows of two
     colour = list(class_colour(0))
@@ -124,10 +124,15 @@ def test_plot_batch_puts_labels_where_they_are(tmp_path):
 
 def test_plot_batch_shows_sure_detections_only(tmp_path):
     detections = [torch.tensor([[10, 10, 50, 50, 0.9, 0], [60, 10, 90, 50, 0.2, 0.0]])]
-    plot_batch(torch.zeros(1, 3, 64, 96), detections, ["x"], tmp_path / "grid.png")
+    plot_batch(torch.zeros(1, 3, 64, 96), detections, ["x"], tmp_path / "grid.png", max_size=96)
     grid = cv2.imread(str(tmp_path / "grid.png"))
     assert grid[50, 30].any()
     assert not grid[50, 75].any()
+
+
+def test_plot_batch_enlarges_small_pictures(tmp_path):
+    plot_batch(torch.zeros(4, 3, 128, 128), torch.zeros(0, 6), ["x"], tmp_path / "grid.jpg")
+    assert size_of(tmp_path / "grid.jpg") == (800, 800)
 
 
 def test_plot_batch_scales_down_and_cuts_off(tmp_path):

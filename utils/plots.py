@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_LEGEND = 20
 """With more classes than this, curves are drawn in grey without a legend."""
 
+READABLE_SIDE = 400
+"""Pictures of a grid are enlarged to this many pixels where there is room."""
+
 Colour = tuple[int, int, int]
 
 
@@ -168,13 +171,16 @@ def plot_batch(
     rows = math.ceil(count / columns) if columns else 0
     if not count:
         return
-    scale = min(1.0, max_size / max(columns * width, rows * height))
+    # small pictures are enlarged, or the names would cover them
+    scale = min(max(1.0, READABLE_SIDE / min(height, width)), max_size / max(columns * width, rows * height))
     cell_h, cell_w = max(round(height * scale), 1), max(round(width * scale), 1)
     grid = np.full((rows * cell_h, columns * cell_w, 3), 255, np.uint8)
     for index in range(count):
         picture = images[index].cpu().numpy()
         picture = picture if picture.dtype == np.uint8 else (picture * 255).clip(0, 255).astype(np.uint8)
-        picture = cv2.resize(picture.transpose(1, 2, 0)[..., ::-1], (cell_w, cell_h), interpolation=cv2.INTER_AREA)
+        picture = picture.transpose(1, 2, 0)[..., ::-1]
+        how = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
+        picture = cv2.resize(picture, (cell_w, cell_h), interpolation=how)
         corners, labels, numbers = _boxes_of(boxes, index, names, (width, height), conf_thres)
         thickness = 1 if min(cell_h, cell_w) < 400 else 2
         colours = [class_colour(number) for number in numbers]
