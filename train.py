@@ -15,8 +15,10 @@ if __name__ == "__main__":
     parse_train()  # --help and a mistyped flag are answered before PyTorch is loaded
 
 import itertools
+import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from models.yolo import DetectionModel, find_weights, has_attention, load_model, model_file_text
+from models.build import build_model, freeze_layers
+from models.yolo import DetectionModel, load_model, model_file_text
 from utils import ROOT, UserError
-from utils.checkpoint import (
-    Weights,
-    read_checkpoint,
-    read_weights,
-    save_checkpoint,
-    transfer_weights,
-    weights_sha256,
-)
+from utils.audit import audit, by_real_run, by_table, format_alerts, verdict
+from utils.checkpoint import read_checkpoint, save_checkpoint, strip_checkpoint, weights_sha256
 from utils.config import (
     DataConfig,
     Hyperparameters,
@@ -45,15 +42,16 @@ from utils.config import (
     hyperparameters_from,
     load_data_config,
     load_hyperparameters,
-    load_model_file,
 )
 from utils.dataloaders import DetectionDataset, collate, create_loader, load_split
 from utils.determinism import (
     DeterministicMode,
+    NonDeterministicError,
     OperationRecord,
     backward_guard,
     configure,
     rng_state,
+    run_report,
     set_rng_state,
 )
 from utils.devices import describe, memory_text, select_device
@@ -62,10 +60,11 @@ from utils.loss import DetectionLoss
 from utils.metrics import Metrics
 from utils.optim import ModelEma, Schedule, auto_lr_scale, build_optimizer, decayed_for_batch
 from utils.options import as_plain_dict, changed_flags, new_run_folder, options_from
+from utils.signals import RunStopped, StopRequest, stop_noted
+from utils.swap import swap_modules
+from utils.verify import StepObserver, verify
 from val import evaluate
 
-DEFAULT_MODEL = "models/attention/yolov5n-cbam.yaml"
-PLAIN_MODEL = "models/yolov5n.yaml"
 MAX_GRADIENT_NORM = 10.0
 RESUME_MAY_CHANGE = ("resume", "device", "workers")
 
@@ -75,7 +74,9 @@ class Progress:
     """Where a run stands: what a resumed run needs besides weights and optimizer."""
 
     epoch: int = 0  # epochs completed
-    step: int = 0  # batches done
+    batch: int = 0  # batches done of the epoch after them
+    loss_total: torch.Tensor | tuple[float, ...] = (0.0, 0.0, 0.0)  # sums over these batches
+    step: int = 0  # batches done in all
     last_update: int = -1  # batch of the last optimizer step
     best_fitness: float = -1.0
     best_epoch: int = 0
@@ -104,12 +105,16 @@ def train_one_epoch(
     device: torch.device,
     mode: DeterministicMode,
     epochs: int,
+    after_step: Callable[[], None],
 ) -> list[float]:
-    """Train on every batch of the loader once; returns the means of box, objectness and class loss."""
+    """Train on the batches of the loader that `progress` has not seen; returns the epoch's mean losses.
+
+    `after_step` is called when a batch is done and `progress` says so; it may raise to end the run there.
+    """
     model.train()
-    total = torch.zeros(3, device=device)
-    bar = tqdm(loader, dynamic_ncols=True)
-    for number, batch in enumerate(bar, start=1):
+    total = torch.tensor(progress.loss_total, device=device)
+    bar = tqdm(loader, dynamic_ncols=True, initial=progress.batch, total=schedule.steps_per_epoch)
+    for batch in bar:
         settings = schedule.at(progress.step)
         settings.apply(optimizer)
         images = batch.images.to(device, non_blocking=True).float() / 255
@@ -128,11 +133,14 @@ def train_one_epoch(
             optimizer.zero_grad()
             ema.update(model)
             progress.last_update = progress.step
-        progress.step += 1
         total += parts
-        if number % 10 == 0 or number == len(loader):
-            bar.set_description(_bar_text(progress.epoch, epochs, total / number, batch, device))
-    return (total / len(loader)).tolist()
+        progress.step += 1
+        progress.batch += 1
+        progress.loss_total = total
+        if progress.batch % 10 == 0 or progress.batch == schedule.steps_per_epoch:
+            bar.set_description(_bar_text(progress.epoch, epochs, total / progress.batch, batch, device))
+        after_step()
+    return (total / progress.batch).tolist()
 
 
 def _bar_text(epoch: int, epochs: int, losses: torch.Tensor, batch: Any, device: torch.device) -> str:
@@ -144,53 +152,6 @@ def _bar_text(epoch: int, epochs: int, losses: torch.Tensor, batch: Any, device:
 
 
 BAR_HEADER = f"{'Epoch':>9}{'GPU_mem':>9}{'box_loss':>10}{'obj_loss':>10}{'cls_loss':>10}{'Instances':>10}{'Size':>7}"
-
-
-def build_model(options: TrainOptions, names: tuple[str, ...]) -> DetectionModel:
-    """The model of `--cfg` or `--weights` with the data set's classes, pretrained tensors carried over."""
-    weights = read_weights(find_weights(options.weights)) if options.weights else None
-    cfg = options.cfg or (weights.model_file if weights else PLAIN_MODEL if options.attention else DEFAULT_MODEL)
-    start = attention_start(options.attention_init, cfg, weights)
-    model = DetectionModel(cfg, names=names, attention=options.attention, attention_init=start)
-    if weights:
-        carried = transfer_weights(weights, model.state_dict(), names, keep_anchors=bool(options.cfg))
-        model.load_state_dict(carried.state, strict=False)
-        print(f"{options.weights}: {carried.summary()}")
-        if not carried.transferred:
-            raise UserError(f"{options.weights}: no tensor fits the model; choose weights of its size")
-    return model
-
-
-def attention_start(wanted: str, cfg: str | dict[str, Any], weights: Weights | None) -> str:
-    """How attention blocks start: as asked for, else as the model file says, else by where the weights come from.
-
-    Weights of a model with attention keep the form they were trained in; those without get blocks that start as
-    the identity, so that nothing they know is lost.
-    """
-    asked = (
-        wanted if wanted != "auto" else (cfg if isinstance(cfg, dict) else load_model_file(cfg)).get("attention_init")
-    )
-    if asked not in (None, "auto"):
-        return asked
-    if weights is None:
-        return "paper"
-    lines = [*weights.model_file["backbone"], *weights.model_file["head"]]
-    attended = any(has_attention(line[2]) for line in lines)
-    return weights.model_file.get("attention_init", "paper") if attended else "identity"
-
-
-def freeze_layers(model: DetectionModel, freeze: tuple[int, ...]) -> None:
-    """Exclude layers from training: 0 to N-1 for one number N, else just the numbers given."""
-    frozen = set(range(freeze[0]) if len(freeze) == 1 else freeze)
-    unknown = frozen - set(range(len(model.layers)))
-    if unknown:
-        raise UserError(f"--freeze {max(unknown)}: the model's layers are 0 to {len(model.layers) - 1}")
-    for index in frozen:
-        model.model[index].requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError("--freeze: nothing is left to train")
-    if frozen:
-        print(f"frozen layers: {', '.join(map(str, sorted(frozen)))}")
 
 
 def make_loaders(
@@ -228,14 +189,18 @@ class Trainer:
         hyp: Hyperparameters,
         folder: Path,
         record: OperationRecord,
+        stop: StopRequest,
         resume: dict[str, Any] | None,
+        observer: StepObserver | None = None,
     ):
-        self.options, self.hyp, self.folder, self.record = options, hyp, folder, record
+        self.options, self.hyp, self.folder, self.record, self.stop = options, hyp, folder, record, stop
+        self.observer = observer
         self.mode = DeterministicMode(options.deterministic_mode)
         self.device = select_device(options.device)
         names = ("item",) if options.single_cls else data.names
         if resume:
             model = DetectionModel(resume["model_file"], names=names)
+            model.load_state_dict(resume["model"])  # before the loss is made: it takes its anchors from there
         else:
             model = build_model(options, names)
         print(model.summary(options.imgsz))
@@ -245,6 +210,7 @@ class Trainer:
         self.imgsz = math.ceil(options.imgsz / stride) * stride
         if self.imgsz != options.imgsz:
             print(f"--imgsz {options.imgsz} is no multiple of the model's stride {stride}: using {self.imgsz}")
+        self.check_determinism(stride)
         self.train_loader, self.val_loader = make_loaders(options, data, hyp, self.imgsz, stride)
         scaled = hyp.scaled(len(model.stride), model.nc, self.imgsz)
         self.criterion = DetectionLoss(model.detect.anchors, model.nc, scaled)
@@ -269,6 +235,21 @@ class Trainer:
         if resume:
             self.restore(resume)
         self.log = ResultsLog(folder / "results.csv", self.progress.epoch)
+
+    def check_determinism(self, stride: int) -> None:
+        """Swap modules where asked for; in strict, find every operation that would end the run before it begins."""
+        if self.options.deterministic_swap:
+            swapped = swap_modules(self.model)
+            print("\n".join(swapped) or "--deterministic-swap: there is nothing to replace")
+        if self.mode is not DeterministicMode.SCOPED_OFF:
+            with torch.autocast(self.device.type, dtype=torch.float16, enabled=self.device.type == "cuda"):
+                alerts = audit(self.model, self.imgsz, by_real_run)
+            if alerts and self.mode is DeterministicMode.STRICT:
+                raise NonDeterministicError(f"strict cannot train this model:\n{format_alerts(alerts)}")
+            for alert in alerts:
+                self.record.layers.setdefault(alert.operation, []).append(alert.module)
+        if self.device.type == "cpu":
+            print(verdict(audit(self.model, max(stride, 64), by_table)))
 
     @property
     def last(self) -> Path:
@@ -299,23 +280,22 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "gradients": waiting,
             "scaler": self.scaler.state_dict(),
-            "progress": vars(self.progress).copy(),
+            "progress": {**vars(self.progress), "loss_total": torch.as_tensor(self.progress.loss_total).tolist()},
             "rng": rng_state(),
             "model_file": self.model.model_file,
             "names": list(self.model.names),
             "hyperparameters": self.hyp.as_dict(),
             "options": as_plain_dict(self.options),
-            "determinism": {
-                "mode": self.mode.value,
-                "seed": self.options.seed,
-                "operations": dict(self.record.counts),
-            },
+            "determinism": self.report(),
             "versions": describe(self.device),
         }
 
+    def report(self) -> dict[str, Any]:
+        """The determinism report of the run so far."""
+        return run_report(self.mode, self.options.seed, self.record, self.device)
+
     def restore(self, content: dict[str, Any]) -> None:
         """Continue where the checkpoint was written."""
-        self.model.load_state_dict(content["model"])
         self.ema.model.load_state_dict(content["ema"])
         self.ema.updates = content["ema_updates"]
         self.optimizer.load_state_dict(content["optimizer"])
@@ -342,7 +322,7 @@ class Trainer:
         """All epochs, then the best model measured."""
         options, progress = self.options, self.progress
         self.last.parent.mkdir(exist_ok=True)
-        if progress.epoch == 0:
+        if progress.step == 0:
             self.write_settings()
         started = time.time()
         first = progress.epoch
@@ -351,7 +331,7 @@ class Trainer:
         )
         while progress.epoch < options.epochs:
             print(BAR_HEADER)
-            self.train_loader.sampler.set_epoch(progress.epoch)
+            self.train_loader.sampler.set_epoch(progress.epoch, start=progress.batch * options.batch_size)
             losses = train_one_epoch(
                 self.model,
                 self.train_loader,
@@ -364,6 +344,7 @@ class Trainer:
                 device=self.device,
                 mode=self.mode,
                 epochs=options.epochs,
+                after_step=self.after_step,
             )
             if not np.isfinite(losses).all():
                 raise UserError(f"epoch {progress.epoch}: the loss is not finite ({losses}); lower lr0 in --hyp")
@@ -372,6 +353,36 @@ class Trainer:
         hours = (time.time() - started) / 3600
         print(f"{progress.epoch - first} epochs completed in {hours:.3f} hours")
         return self.finish()
+
+    def after_step(self) -> None:
+        """Write last.pt where `--save-steps` asks for it or the run is to stop, and stop then."""
+        if self.observer:
+            self.observer(self.progress.step, self.tensors())
+        every = self.options.save_steps
+        if self.stop or (every and self.progress.step % every == 0):
+            save_checkpoint(self.last, self.content())
+        self.stop_if_asked()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a step changes, by name: losses, weights, their average, optimizer state, waiting gradients."""
+        found = {"loss": torch.as_tensor(self.progress.loss_total)}
+        found |= {f"model {name}": tensor for name, tensor in self.model.state_dict().items()}
+        found |= {f"EMA {name}": tensor for name, tensor in self.ema.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            found |= {f"optimizer {name} {k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            if parameter.grad is not None:
+                found[f"gradient {name}"] = parameter.grad
+        return found
+
+    def stop_if_asked(self) -> None:
+        """End the run where a signal asked for it; its checkpoint has just been written."""
+        if self.stop:
+            raise RunStopped(
+                self.stop.number,
+                f"stopped by {self.stop.name} after batch {self.progress.step}; "
+                f"continue with python train.py --resume {self.last}",
+            )
 
     def finish_epoch(self, losses: list[float]) -> bool:
         """Validate, log, save; True when early stopping ends the run."""
@@ -384,18 +395,21 @@ class Trainer:
             print(metrics.table(per_class=False))
         if metrics and metrics.fitness > progress.best_fitness:
             progress.best_fitness, progress.best_epoch = metrics.fitness, epoch
-        progress.epoch = epoch + 1
+        progress.epoch, progress.batch, progress.loss_total = epoch + 1, 0, (0.0, 0.0, 0.0)
         self.log.append(_results_row(epoch, losses, metrics, rates))
         stop = bool(options.patience) and bool(metrics) and epoch - progress.best_epoch >= options.patience
         if stop:
             print(f"stopped early: no better fitness for {options.patience} epochs since epoch {progress.best_epoch}")
-        if not options.nosave or last_epoch or stop:
+        if not options.nosave or last_epoch or stop or self.stop:
             content = self.content()
-            save_checkpoint(self.last, content)
+            # best.pt first: a run killed between the two does this epoch again, from a last.pt that knows nothing of it
             if metrics and progress.best_epoch == epoch:
                 save_checkpoint(self.best, content)
+            save_checkpoint(self.last, content)
             if options.save_period > 0 and progress.epoch % options.save_period == 0:
                 save_checkpoint(self.last.with_name(f"epoch{epoch}.pt"), content)
+        if not stop and not last_epoch:
+            self.stop_if_asked()
         return stop
 
     def finish(self) -> TrainResult:
@@ -404,14 +418,20 @@ class Trainer:
             save_checkpoint(self.best, read_checkpoint(self.last))
         strip_checkpoint(self.best)
         print(f"validating {self.best}")
-        metrics = self.validate(load_model(self.best, self.device), pictures=not self.options.noplots)
+        best = load_model(self.best, self.device)
+        if self.options.deterministic_swap:
+            swap_modules(best)
+        metrics = self.validate(best, pictures=not self.options.noplots)
         print(metrics.table(per_class=True))
         if not self.options.noplots:
             from utils.plots import plot_results
 
             plot_results(self.log.path)
+        report = self.report()
+        (self.folder / "determinism.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
         if self.record.summary():
             print(self.record.summary())
+        print(f"bit-reproducible: {'yes' if report['bit_reproducible'] else 'no, ' + '; '.join(report['reasons'])}")
         sha256 = weights_sha256(self.ema.model.state_dict())
         print(f"sha256 of the final weights {sha256}\nresults saved to {self.folder}")
         return TrainResult(self.folder, metrics, self.progress.epoch, sha256)
@@ -456,13 +476,6 @@ def _results_row(epoch: int, losses: list[float], metrics: Metrics | None, rates
     }
 
 
-def strip_checkpoint(path: Path) -> None:
-    """Leave in a checkpoint what inference needs: the EMA as the model, names, model file and how it was trained."""
-    content = read_checkpoint(path)
-    kept = ("model_file", "names", "hyperparameters", "options", "determinism", "versions", "progress")
-    save_checkpoint(path, {"model": content["ema"] or content["model"], "ema": None, **{k: content[k] for k in kept}})
-
-
 def newest_checkpoint(project: str) -> Path:
     """The last.pt written last below the folder of runs."""
     parent = Path(project).expanduser() if project else ROOT / "runs" / "train"
@@ -490,10 +503,10 @@ def resumed(options: TrainOptions) -> tuple[TrainOptions, dict[str, Any], Path]:
     return replace(stored, **changes), content, path.resolve().parents[1]
 
 
-def train(options: TrainOptions) -> TrainResult:
+def train(options: TrainOptions, observer: StepObserver | None = None) -> TrainResult:
     """A whole training run; every process-wide setting it changes is put back at the end.
 
-    Raises `UserError` for what its user can mend.
+    `observer` sees the state after every batch. Raises `UserError` for what its user can mend.
     """
     content = None
     if options.resume:
@@ -509,13 +522,21 @@ def train(options: TrainOptions) -> TrainResult:
     data = load_data_config(options.data)
     options = replace(options, data=str(data.file))
     device = select_device(options.device)
-    mode = DeterministicMode(options.deterministic_mode)
-    print(f"{describe(device)} deterministic-mode {mode.value} seed {options.seed}")
     if content is None:
         folder = new_run_folder(options.project, "train", options.name, options.exist_ok)
-    with configure(mode, options.seed) as record:
-        return Trainer(options, data, hyp, folder, record, content).run()
+    mode = DeterministicMode(options.deterministic_mode)
+    with configure(mode, options.seed) as record, stop_noted() as stop:
+        print(f"{describe(device)} deterministic-mode {mode.value} seed {options.seed}")
+        return Trainer(options, data, hyp, folder, record, stop, content, observer).run()
+
+
+def main(options: TrainOptions) -> None:
+    """Train, or verify where that was asked for."""
+    if options.verify_reproducibility:
+        verify(train, options, options.verify_reproducibility)
+    else:
+        train(options)
 
 
 if __name__ == "__main__":
-    run_script(train, parse_train)
+    run_script(main, parse_train)

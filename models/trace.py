@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from utils.determinism import DeterministicMode, backward_guard
+
 if TYPE_CHECKING:
     from models.yolo import DetectionModel, Layer
 
@@ -60,7 +62,8 @@ def trace(model: DetectionModel, size: tuple[int, int], ch: int = 3) -> list[Lay
     state = {name: t.detach().to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
     try:
         model.eval()
-        with torch.no_grad(), counter:
+        # nothing is computed here, so an operation that is not deterministic may pass: the audit tells of it
+        with torch.no_grad(), counter, backward_guard(DeterministicMode.SCOPED_OFF):
             torch.func.functional_call(model, state, (torch.empty(1, ch, *size, device="meta"),))
     except RuntimeError as error:
         layer = started[-1]

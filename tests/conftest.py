@@ -72,3 +72,13 @@ def tiny_data(tmp_path_factory):
     file = root / "tiny.yaml"
     file.write_text(f"train: images/train\nval: images/val\nnames: [{', '.join(NAMES)}]\n", encoding="utf-8")
     return file
+
+
+@pytest.fixture(scope="session")
+def reference_run(tiny_data, tmp_path_factory):
+    """Four epochs in one go; with 6 batches of 7, gradients wait at the ends of epochs 2 and 4."""
+    from training import FOUR_EPOCHS, options
+
+    from train import train
+
+    return train(options(tiny_data, tmp_path_factory.mktemp("straight"), **FOUR_EPOCHS))

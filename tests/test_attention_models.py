@@ -7,9 +7,10 @@ import pytest
 import torch
 from reference import SHARED, needs_shared
 
+from models.build import attention_start
 from models.placement import ALIASES
 from models.yolo import BLOCKS, DetectionModel, has_attention
-from train import attention_start, train
+from train import train
 from utils import ROOT
 from utils.boxes import nms
 from utils.checkpoint import Weights, read_weights, transfer_weights
@@ -192,7 +193,7 @@ def test_eight_pictures_are_learned_by_heart(name, tiny_data, tmp_path):
         TrainOptions(
             data=str(tmp_path / "eight.yaml"), hyp=str(tmp_path / "hyp.yaml"), cfg="models/yolov5n.yaml",
             attention=(f"{name}@stages",) if name else (), imgsz=128, batch_size=8, epochs=150, workers=0,
-            optimizer="AdamW", noplots=True, noval=True, device="cpu", project=str(tmp_path / "runs"),
+            optimizer="AdamW", noplots=True, noval=True, nosave=True, device="cpu", project=str(tmp_path / "runs"),
         )
     )  # fmt: skip
     assert result.metrics.map50 > 0.9, (name, result.metrics.map50)

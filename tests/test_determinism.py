@@ -206,6 +206,27 @@ def test_configure_keeps_the_users_cublas_setting(monkeypatch):
         assert os.environ[CUBLAS_VARIABLE] == ":16:8"
 
 
+def test_an_invalid_cublas_setting_is_refused_with_the_valid_ones(monkeypatch):
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":8:8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(NonDeterministicError, match="=:8:8.*:4096:8 or :16:8"), configure(WARN, 0):
+        pass
+    assert os.environ[CUBLAS_VARIABLE] == ":8:8"
+
+
+@pytest.mark.parametrize("mode", DeterministicMode)
+def test_strict_wants_the_variable_before_cuda_is_in_use(mode, monkeypatch):
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [])
+    try:
+        with configure(mode, 0):
+            assert mode is not STRICT
+    except NonDeterministicError as error:
+        assert mode is STRICT and "in use already" in str(error)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 def test_no_cublas_variable_without_cuda(monkeypatch):
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)

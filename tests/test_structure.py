@@ -12,13 +12,14 @@ import pytest
 from utils import ROOT
 
 SCRIPTS = {"train", "val", "detect"}
-THIRD_PARTY_ONLY = {"boxes", "options", "config", "determinism", "checkpoint", "optim", "devices", "audit"}
+THIRD_PARTY_ONLY = set("boxes options config determinism checkpoint optim devices swap signals verify".split())
 MAY_IMPORT = {
     **{name: set() for name in THIRD_PARTY_ONLY},
     "loss": {"boxes", "config"},
     "metrics": {"boxes", "config"},
     "augmentations": {"boxes", "config"},
     "labels": {"boxes", "config"},
+    "audit": {"determinism", "swap"},
     "shapes": set(),
     "loggers": set(),
     "dataloaders": {"augmentations", "labels", "shapes", "config", "determinism"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import os
 import subprocess
 import sys
@@ -12,48 +12,18 @@ import torch
 import yaml
 from test_determinism import PutInBackward
 from torch import nn
+from training import FOUR_EPOCHS, assert_same_run, options, rows
 
 import train as train_module
 from detect import detect
+from models.common import Attention
 from models.yolo import BLOCKS, DetectionModel, load_model
-from train import TrainResult, train
+from train import train
 from utils import ROOT, UserError
 from utils.checkpoint import read_checkpoint, read_weights, weights_sha256
 from utils.determinism import NonDeterministicError
 from utils.options import DetectOptions, TrainOptions, ValOptions
 from val import main as val_main
-
-
-def options(data, project, **changes) -> TrainOptions:
-    values = {"imgsz": 64, "batch_size": 8, "epochs": 2, "workers": 0, "noplots": True, "device": "cpu"}
-    return TrainOptions(**{**values, "data": str(data), "project": str(project), **changes})
-
-
-FOUR_EPOCHS = {"epochs": 4, "batch_size": 7}
-
-
-def rows(result: TrainResult) -> list[dict[str, str]]:
-    with open(result.folder / "results.csv", newline="", encoding="utf-8") as file:
-        return [{k.strip(): v.strip() for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-@pytest.fixture(scope="module")
-def reference_run(tiny_data, tmp_path_factory) -> TrainResult:
-    """Four epochs in one go; with 6 batches of 7, gradients wait at the ends of epochs 2 and 4."""
-    return train(options(tiny_data, tmp_path_factory.mktemp("straight"), **FOUR_EPOCHS))
-
-
-def assert_same_run(a: TrainResult, b: TrainResult) -> None:
-    assert rows(a) == rows(b)
-    assert a.sha256 == b.sha256
-    last = [read_checkpoint(r.folder / "weights" / "last.pt") for r in (a, b)]
-    for part in ("model", "ema"):
-        assert weights_sha256(last[0][part]) == weights_sha256(last[1][part])
-    states = [content["optimizer"]["state"] for content in last]
-    assert states[0].keys() == states[1].keys()
-    for key in states[0]:
-        assert torch.equal(states[0][key]["momentum_buffer"], states[1][key]["momentum_buffer"])
-    assert last[0]["gradients"] and last[0]["gradients"].keys() == last[1]["gradients"].keys()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -89,7 +59,8 @@ def test_two_epochs_and_resume_equal_four(reference_run, tiny_data, tmp_path, mo
 
 def test_what_a_run_leaves_behind(reference_run):
     folder = reference_run.folder
-    assert {p.name for p in folder.iterdir()} == {"weights", "results.csv", "opt.yaml", "hyp.yaml", "model.yaml"}
+    written = {"weights", "results.csv", "opt.yaml", "hyp.yaml", "model.yaml", "determinism.json"}
+    assert {p.name for p in folder.iterdir()} == written
     assert {p.name for p in (folder / "weights").iterdir()} == {"last.pt", "best.pt"}
     table = rows(reference_run)
     assert [row["epoch"] for row in table] == ["0", "1", "2", "3"]
@@ -110,6 +81,17 @@ def test_checkpoints_are_plain_and_best_is_stripped(reference_run):
     model = load_model(reference_run.folder / "weights" / "best.pt", fuse=False)
     assert model.names == tuple(best["names"])
     assert weights_sha256(model.state_dict()) == weights_sha256(best["model"])
+
+
+def test_the_report_says_that_the_run_repeats(reference_run):
+    report = json.loads((reference_run.folder / "determinism.json").read_text(encoding="utf-8"))
+    assert report["bit_reproducible"] is True and report["reasons"] == [] and report["operations"] == {}
+    assert report["mode"] == "strict" and report["seed"] == 0 and report["device"] == "cpu"
+    assert report["flags"]["deterministic_algorithms"] and not report["flags"]["warn_only"]
+    assert not report["flags"]["fill_uninitialized_memory"]
+    assert report["versions"]["torch"] == torch.__version__ and report["threads"] == torch.get_num_threads()
+    saved = torch.load(reference_run.folder / "weights" / "best.pt", weights_only=True)["determinism"]
+    assert saved == report
 
 
 def test_finished_runs_and_stripped_files_cannot_be_resumed(reference_run):
@@ -133,25 +115,54 @@ class Alerting(nn.Module):
 
 @pytest.fixture
 def alerting_model(monkeypatch, tmp_path):
-    monkeypatch.setitem(BLOCKS, "Alerting", (Alerting, "same"))
+    monkeypatch.setitem(BLOCKS, "Alerting", (Alerting, "attention"))
     file = tmp_path / "alerting.yaml"
     base = ROOT / "models" / "yolov5n.yaml"
     file.write_text(f"extends: {base}\nattention:\n  - {{block: Alerting, after: [8]}}\n", encoding="utf-8")
     return str(file)
 
 
-def test_strict_stops_a_model_that_is_not_deterministic(alerting_model, tiny_data, tmp_path):
-    with pytest.raises(NonDeterministicError, match="put_ has no deterministic implementation"):
+def test_strict_stops_before_the_data_are_read(alerting_model, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "load_split", lambda *a, **k: pytest.fail("the data were read"))
+    with pytest.raises(NonDeterministicError) as error:
         train(options(tiny_data, tmp_path, cfg=alerting_model, epochs=1))
+    text = str(error.value)
+    assert "strict cannot train this model" in text
+    row = next(line for line in text.splitlines() if "put_" in line)
+    assert row.split()[:4] == ["9", "Alerting", "model.9", "(Alerting)"]
+    assert "--deterministic-mode warn" in text and "scoped-off" in text
+
+
+class Unpooling(Attention):
+    """Halves a map and blows it up again with `MaxUnpool2d`, which alerts on the CPU as well."""
+
+    def __init__(self, c1, *, identity=False):
+        super().__init__(identity)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, x):
+        return self.unpool(*self.pool(x), output_size=x.shape[2:])
+
+
+def test_swapped_modules_train_in_strict(tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(BLOCKS, "Unpooling", (Unpooling, "attention"))
+    flags = {"cfg": "models/yolov5n.yaml", "attention": ("Unpooling@4",), "epochs": 1}
+    with pytest.raises(NonDeterministicError, match="model.5.unpool"):
+        train(options(tiny_data, tmp_path, **flags))
+    result = train(options(tiny_data, tmp_path, deterministic_swap=True, **flags))
+    assert "model.5.unpool: MaxUnpool2d" in capsys.readouterr().out
+    assert result.epochs == 1
 
 
 def test_warn_trains_it_and_lists_the_operation(alerting_model, tiny_data, tmp_path, capsys):
     result = train(options(tiny_data, tmp_path, cfg=alerting_model, epochs=1, deterministic_mode="warn"))
     text = capsys.readouterr().out
-    assert text.count("not deterministic: put_") == 1
-    assert "put_ (5 times)" in text  # 36 pictures in batches of 8
+    assert text.count("not deterministic: put_ in model.9 has no") == 1
+    assert "put_ in model.9 (5 times)" in text  # 36 pictures in batches of 8
     saved = read_checkpoint(result.folder / "weights" / "last.pt")["determinism"]
-    assert saved["operations"] == {"put_": 5} and saved["mode"] == "warn"
+    assert saved["operations"] == {"put_": 5} and saved["layers"] == {"put_": ["model.9"]} and saved["mode"] == "warn"
+    assert saved["bit_reproducible"] is False and "put_" in saved["reasons"][0]
+    assert "bit-reproducible: no, put_ has no deterministic implementation" in text
 
 
 def test_scoped_off_trains_it(alerting_model, tiny_data, tmp_path):

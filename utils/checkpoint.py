@@ -235,6 +235,13 @@ def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def strip_checkpoint(path: Path) -> None:
+    """Leave in a checkpoint what inference needs: the EMA as the model, names, model file and how it was trained."""
+    content = read_checkpoint(path)
+    kept = ("model_file", "names", "hyperparameters", "options", "determinism", "versions", "progress")
+    save_checkpoint(path, {"model": content["ema"] or content["model"], "ema": None, **{k: content[k] for k in kept}})
+
+
 def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     """Fingerprint of names, shapes and bytes of a state dict: equal only for bit-identical weights."""
     digest = hashlib.sha256()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -200,11 +201,11 @@ class EpochSampler(Sampler):
 
     def __init__(self, length: int, seed: int, shuffle: bool) -> None:
         self.length, self.seed, self.shuffle = length, seed, shuffle
-        self.epoch = 0
+        self.epoch = self.start = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Which epoch the next iteration is, and with which of its samples it begins."""
+        self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
         return self.length
@@ -214,7 +215,7 @@ class EpochSampler(Sampler):
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
         epoch = self.epoch  # a change in the middle of an epoch must not reach it
-        return ((epoch, int(index)) for index in order)
+        return ((epoch, int(index)) for index in order[self.start :])
 
 
 def collate(samples: list[Sample]) -> Batch:
@@ -232,6 +233,7 @@ def collate(samples: list[Sample]) -> Batch:
 
 def _init_worker(_: int) -> None:
     cv2.setNumThreads(0)  # the workers are the parallelism; each with a pool of its own would fight for the cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the training decides when to stop
 
 
 def create_loader(

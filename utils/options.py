@@ -124,6 +124,19 @@ class TrainOptions:
         group="reproducibility",
         choices=DETERMINISTIC_MODES,
     )
+    deterministic_swap: bool = option(
+        False,
+        "replace standard modules without a deterministic backward pass (adaptive pooling, bilinear upsampling, "
+        "unpooling, reflection padding) by equivalents that have one",
+        group="reproducibility",
+    )
+    verify_reproducibility: int = option(
+        0,
+        "train N batches twice in fresh processes and compare loss and every tensor bit by bit; exit status 0 or 1",
+        group="reproducibility",
+        type=_whole(1),
+        metavar="N",
+    )
     resume: str = option(
         "",
         "continue an interrupted run: a last.pt, or nothing for the newest run",
@@ -135,6 +148,13 @@ class TrainOptions:
     project: str = option("", "folder of runs; default: runs/train below the project", group="run", metavar="DIR")
     name: str = option("exp", "name of the run's folder; a number is appended when it exists", group="run")
     exist_ok: bool = option(False, "write into an existing folder of that name", group="run")
+    save_steps: int = option(
+        0,
+        "also write last.pt every N batches, so that a killed run loses at most these (0: off)",
+        group="run",
+        type=_whole(0),
+        metavar="N",
+    )
     save_period: int = option(-1, "also keep a checkpoint every N epochs (-1: off)", group="run", type=int, metavar="N")
     noval: bool = option(False, "validate after the last epoch only", group="run")
     nosave: bool = option(False, "write no checkpoints but the last epoch's", group="run")
