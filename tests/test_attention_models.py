@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import cv2
 import pytest
 import torch
 from reference import SHARED, needs_shared
+from test_models import small_file
 
 from models.build import attention_start
 from models.placement import ALIASES
@@ -76,6 +79,16 @@ def test_files_of_the_wild_build_and_train_a_step(form, name):
     model = train_one_step(form(name))
     if form is at_layer_9:
         assert model.layers[9].block == ALIASES.get(name, name) and model.layers[9].args[0] == 512
+
+
+@pytest.mark.parametrize("width", [0.125, 0.25, 0.5, 0.75, 1.0, 1.25])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_any_width_multiple(name, width):
+    """Channels come from the layer before, whatever the multiple makes of the number in the line."""
+    cfg = small_file(width_multiple=width, backbone=[[-1, 1, "Conv", [64, 3, 2]], [-1, 1, name, [64]]])
+    model = DetectionModel(cfg).train()
+    assert model.layers[1].args[0] == math.ceil(64 * width / 8) * 8
+    assert model(torch.rand(1, 3, 32, 32))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", WRAPPED)
