@@ -19,15 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from block_tables import table_parser, write_table
 from tqdm import tqdm
 
-from models.yolo import BLOCKS, DetectionModel
-from utils.audit import alerting_operations
+from models.yolo import BLOCKS, DetectionModel, attention_blocks
+from utils.audit import by_real_run, by_table
 from utils.config import Hyperparameters
 from utils.devices import describe, select_device
 from utils.loss import DetectionLoss
-
-ATTENTION = [name for name, (_, rule) in BLOCKS.items() if rule == "attention"]
 
 
 def step_of(model: DetectionModel, images: torch.Tensor) -> Callable[[], None]:
@@ -79,16 +78,8 @@ def deterministic(name: str, device: torch.device) -> str:
         x = torch.randn(2, 16, 12, 10, device=device, requires_grad=True)
         block(x).sum().backward()
 
-    if device.type != "cuda":
-        return ", ".join(alerting_operations(work)) or "yes"
-    torch.use_deterministic_algorithms(True)
-    try:
-        work()
-        return "yes"
-    except RuntimeError as error:
-        return str(error).split(" does not have")[0]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    detect = by_real_run if device.type == "cuda" else by_table
+    return ", ".join(sorted(detect(work))) or "yes"
 
 
 def row_of(name: str, arguments: argparse.Namespace, device: torch.device) -> str:
@@ -101,21 +92,16 @@ def row_of(name: str, arguments: argparse.Namespace, device: torch.device) -> st
         if size == "n":
             images = torch.rand(arguments.batch, 3, arguments.imgsz, arguments.imgsz, device=device)
             plain, other = plain.to(device), other.to(device)
-            cells_time = [ratio(*(step_of(m, images) for m in (plain, other)), arguments.rounds, device)]
+            times = [ratio(*(step_of(m, images) for m in (plain, other)), arguments.rounds, device)]
             plain, other = plain.eval().fuse(), other.eval().fuse()
-            cells_time += [ratio(*(inference_of(m, images) for m in (plain, other)), arguments.rounds, device)]
-    cells += [f"{value:.2f}" for value in cells_time] + [deterministic(name, device)]
+            times += [ratio(*(inference_of(m, images) for m in (plain, other)), arguments.rounds, device)]
+    cells += [f"{value:.2f}" for value in times] + [deterministic(name, device)]
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__.splitlines()[0], attention_blocks(), batch=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--imgsz", type=int, default=320)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--device", default="")
-    parser.add_argument("--blocks", nargs="+", default=ATTENTION, choices=ATTENTION)
-    parser.add_argument("--out", default="", help="also write the table into this file")
     arguments = parser.parse_args()
     device = select_device(arguments.device)
     how = "measured on CUDA" if device.type == "cuda" else "by its operations"
@@ -127,10 +113,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [row_of(name, arguments, device) for name in tqdm(arguments.blocks)]
-    text = "\n".join(lines)
-    print(text)
-    if arguments.out:
-        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+    write_table(lines, arguments.out)
 
 
 if __name__ == "__main__":

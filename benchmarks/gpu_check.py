@@ -21,11 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from block_tables import table_parser, write_table
 from torch import nn
 from tqdm import tqdm
 
 from models.common import Attention
-from models.yolo import BLOCKS, DetectionModel
+from models.yolo import BLOCKS, DetectionModel, attention_blocks
 from utils.audit import audit, by_table
 from utils.checkpoint import weights_sha256
 from utils.config import Hyperparameters
@@ -33,7 +34,6 @@ from utils.determinism import DeterministicMode, NonDeterministicError, backward
 from utils.devices import describe, select_device
 from utils.loss import DetectionLoss
 
-ATTENTION = [name for name, (_, rule) in BLOCKS.items() if rule == "attention"]
 MODES = (*DeterministicMode, None)
 """The three modes, and None for no determinism at all."""
 
@@ -111,13 +111,8 @@ def row_of(name: str, arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__.splitlines()[0], attention_blocks(), batch=16)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--imgsz", type=int, default=320)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--device", default="")
-    parser.add_argument("--blocks", nargs="+", default=ATTENTION, choices=ATTENTION)
-    parser.add_argument("--out", default="", help="also write the table into this file")
     arguments = parser.parse_args()
     BLOCKS["NaiveCBAM"] = (NaiveCBAM, "attention")
     lines = [
@@ -130,10 +125,7 @@ def main() -> None:
     lines += [row_of(name, arguments) for name in tqdm(["plain", "NaiveCBAM", *arguments.blocks])]
     fill = [run_steps("CBAM", DeterministicMode.STRICT, arguments, fill=on)[1] for on in (False, True)]
     lines += ["", f"filling of uninitialised memory, CBAM in strict: off {fill[0]:.1f} ms, on {fill[1]:.1f} ms a step"]
-    text = "\n".join(lines)
-    print(text)
-    if arguments.out:
-        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+    write_table(lines, arguments.out)
 
 
 if __name__ == "__main__":

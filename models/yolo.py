@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,19 +262,24 @@ def table_name(name: str) -> str:
     return name if name in BLOCKS else ALIASES.get(name, name)
 
 
-def attention_name(name: str, form: str) -> str:
+def attention_blocks() -> list[str]:
+    """The table's names of the blocks that keep channels and weigh a map."""
+    return [name for name, (_, rule) in BLOCKS.items() if rule == "attention"]
+
+
+def attention_name(name: str, form: str, where: str) -> str:
     """The table's name of an attention block, by its name or an alias in any case; with form `C3` the C3 around it."""
-    known = {key.lower(): key for key, (_, rule) in BLOCKS.items() if rule == "attention"}
+    known = {key.lower(): key for key in attention_blocks()}
     known.update({alias.lower(): key for alias, key in ALIASES.items()})
     block = known.get(str(name).lower())
     if block is None:
-        raise ConfigError(f"attention: unknown block '{name}'{nearest(str(name).lower(), list(known))}")
+        raise ConfigError(f"{where}: attention: unknown block '{name}'{nearest(str(name).lower(), list(known))}")
     if form == "block":
         return block
     wrapped = f"{form}{block}"
     if wrapped not in BLOCKS:
         forms = [key for key in BLOCKS if key.startswith(form) and key[len(form) :] in known.values()]
-        raise ConfigError(f"attention: there is no {wrapped}; inside {form} there are {', '.join(forms)}")
+        raise ConfigError(f"{where}: attention: there is no {wrapped}; inside {form} there are {', '.join(forms)}")
     return wrapped
 
 
@@ -295,13 +301,7 @@ def resolve_model_file(cfg: str | Path | dict[str, Any], attention: Sequence[str
         raise ConfigError(f"{where}: 'backbone' and 'head' must be lists of layers")
     if raw.get("attention_init", "auto") not in ("auto", *ATTENTION_STARTS):
         raise ConfigError(f"{where}: attention_init must be auto, paper or identity, found {raw['attention_init']!r}")
-
-    def resolve(name: str, form: str) -> str:
-        try:
-            return attention_name(name, form)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-
+    resolve = partial(attention_name, where=where)
     return insert_attention(raw, where, resolve, [parse_flag(text) for text in attention]), where
 
 

@@ -81,3 +81,14 @@ def formula_nms_predictions() -> torch.Tensor:
 
 def load_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def random_state(module: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter and running statistic away from its start, so that no projection is zero."""
+    with torch.no_grad():
+        for name, value in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith("running_var"):
+                value.uniform_(0.5, 2)
+            elif value.is_floating_point():
+                value.add_(torch.randn_like(value) * 0.3)
+    return module

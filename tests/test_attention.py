@@ -9,6 +9,7 @@ import attention_numpy as plain
 import numpy as np
 import pytest
 import torch
+from reference import random_state
 from torch import nn
 
 from models.attention_zoo import C3CA, C3CBAM, C3ECA, C3SE, ConvCBAM
@@ -41,13 +42,7 @@ REFERENCES = [
 
 @pytest.mark.parametrize(("block", "args", "reference"), REFERENCES, ids=[row[0].__name__ for row in REFERENCES])
 def test_blocks_equal_plain_numpy(block, args, reference):
-    module = block(32, *args).double().eval()
-    with torch.no_grad():
-        for name, value in [*module.named_parameters(), *module.named_buffers()]:
-            if name.endswith("running_var"):
-                value.uniform_(0.5, 2)
-            elif value.is_floating_point():
-                value.add_(torch.randn_like(value) * 0.3)
+    module = random_state(block(32, *args).double()).eval()
     state = {name: value.detach().numpy() for name, value in module.state_dict().items()}
     x = torch.randn(2, 32, 5, 4, dtype=torch.float64)
     wanted = np.stack([reference(image, state) for image in x.numpy()])

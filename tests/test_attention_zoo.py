@@ -8,6 +8,7 @@ import attention_numpy as plain
 import numpy as np
 import pytest
 import torch
+from reference import random_state
 from torch import nn
 
 from models import attention_zoo as zoo
@@ -24,17 +25,6 @@ SIZES = [(1, 1), (1, 7), (11, 13)]
 
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda c: c.__name__)
 both_modes = pytest.mark.parametrize("identity", [False, True], ids=["paper", "identity"])
-
-
-def random_state(module: nn.Module) -> nn.Module:
-    """Every parameter and running statistic away from its start, so that no projection is zero."""
-    with torch.no_grad():
-        for name, value in [*module.named_parameters(), *module.named_buffers()]:
-            if name.endswith("running_var"):
-                value.uniform_(0.5, 2)
-            elif value.is_floating_point():
-                value.add_(torch.randn_like(value) * 0.3)
-    return module
 
 
 def test_the_zoo_is_complete():

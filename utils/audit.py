@@ -172,11 +172,6 @@ def by_real_run(work: Callable[[], object]) -> Counter[str]:
     return Counter(name for name in names if name is not None)
 
 
-def alerting_operations(work: Callable[[], object]) -> list[str]:
-    """Operations of a function that alert on CUDA by the table, as users know them, sorted."""
-    return sorted(by_table(work))
-
-
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A value with every tensor in its lists, tuples and dictionaries changed."""
     if isinstance(value, torch.Tensor):
